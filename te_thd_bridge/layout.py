@@ -89,7 +89,17 @@ class ThdLayout:
     (a raw kernel, a graph replay) call `refresh`.
     """
 
-    __slots__ = ("cu_seqlens_q", "cu_seqlens_kv", "offsets", "max_seqlen_q", "max_seqlen_kv", "padding", "has_padded_prefix", "products")
+    __slots__ = (
+        "cu_seqlens_q",
+        "cu_seqlens_kv",
+        "offsets",
+        "max_seqlen_q",
+        "max_seqlen_kv",
+        "padding",
+        "distinct_offsets",
+        "signature",
+        "products",
+    )
 
     def __init__(
         self,
@@ -99,7 +109,6 @@ class ThdLayout:
         max_seqlen_q: int,
         max_seqlen_kv: int,
         padding: str,
-        has_padded_prefix: bool,
     ) -> None:
         self.cu_seqlens_q = cu_seqlens_q
         self.cu_seqlens_kv = cu_seqlens_kv
@@ -107,7 +116,20 @@ class ThdLayout:
         self.max_seqlen_q = max_seqlen_q
         self.max_seqlen_kv = max_seqlen_kv
         self.padding = padding
-        self.has_padded_prefix = has_padded_prefix
+        #: The RaggedOffsets without repetition, in port order.
+        self.distinct_offsets = tuple({id(offset): offset for offset in self.offsets.values()}.values())
+        #: All that a plan may depend on besides the values: sizes, units, and which ports share an offset.
+        self.signature = (
+            self.batch,
+            max_seqlen_q,
+            max_seqlen_kv,
+            padding,
+            cu_seqlens_q is cu_seqlens_kv,
+            cu_seqlens_q.dtype,
+            tuple(self.distinct_offsets.index(self.offsets[port]) for port in PORTS),
+            tuple((o.unit, o.multiplier, o.values.dtype, o.values.shape[0], o.values is cu_seqlens_q) for o in self.distinct_offsets),
+        )
+        #: Device products by plan request; see `te_thd_bridge.plans.products`.
         self.products: dict[Any, Any] = {}
 
     @property
@@ -190,11 +212,7 @@ class ThdLayout:
 
         if padding not in PADDING_MODES:
             raise ValueError(f"padding: got {padding!r}; accepted are {', '.join(map(repr, PADDING_MODES))}")
-        has_padded_prefix = bool(own) or any(
-            padded is not None and padded is not real
-            for padded, real in ((cu_seqlens_q_padded, cu_seqlens_q), (cu_seqlens_kv_padded, cu_seqlens_kv))
-        )
-        return cls(cu_seqlens_q, cu_seqlens_kv, bound, max_q, max_kv, padding, has_padded_prefix)
+        return cls(cu_seqlens_q, cu_seqlens_kv, bound, max_q, max_kv, padding)
 
     @classmethod
     def from_packed_seq_params(cls, params: Any, *, padding: str = "any") -> "ThdLayout":
