@@ -120,6 +120,8 @@ class ThdLayout:
         self.distinct_offsets = tuple({id(offset): offset for offset in self.offsets.values()}.values())
         #: All that a plan may depend on besides the values: sizes, units, and which ports share an offset.
         self.signature = (
+            self.device.type,
+            self.device.index,
             self.batch,
             max_seqlen_q,
             max_seqlen_kv,

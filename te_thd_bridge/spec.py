@@ -40,6 +40,8 @@ class AttentionSpec:
     dtype:   dtype of q, k, v, o and their gradients.
     batch, max_q, max_kv, tokens_q, tokens_kv, tokens_o: upper bounds of B, the lengths and the row counts.
     strides: {port: (row stride, head stride)} in elements as a sorted tuple of pairs; channels have stride 1.
+    bound:   {port: multiplier} as a sorted tuple of pairs where the caller's int32 prefixes are bound as they are, with
+             cu_seqlens as cu_seq_len; empty where offsets and lengths are converted.
     sink:    a softmax_offset takes part.  max_logit: the forward also reports each row's largest logit.
     """
 
@@ -63,6 +65,7 @@ class AttentionSpec:
     needs_lse: bool
     max_logit: bool
     strides: tuple[tuple[str, tuple[int, int]], ...]
+    bound: tuple[tuple[str, int], ...] = ()
 
     def stride(self, port: str) -> tuple[int, int]:
         """(row stride, head stride) of a port, in elements."""

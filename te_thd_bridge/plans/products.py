@@ -54,10 +54,12 @@ class Widened:
     """A layout's widened metadata for one request.
 
     group:   port -> index into the metadata's groups.
+    lengths: live lengths of q and kv, int32 [capacity] each.
     ragged:  port -> int64 [capacity+1], element offset of each sequence's first live row.
     """
 
-    metadata: "metadata.Metadata"
+    metadata: metadata.Metadata
+    lengths: tuple[Tensor, Tensor]
     group: dict[str, int]
     ragged: dict[str, Tensor]
     versions: int
@@ -126,6 +128,6 @@ def _widen(layout: ThdLayout, request: WidenRequest, versions: int, *, tell: boo
     told = None
     if tell:
         # The device writes how many rows lie outside sequences into pinned memory; the host looks, but never waits.
-        told = torch.full((len(groups),), -1, dtype=torch.int64).pin_memory()
+        told = torch.full((len(groups),), -1, dtype=torch.int64, pin_memory=True)
         told.copy_(made.gap_ends_cum[:, -1], non_blocking=True)
-    return Widened(made, group_of, {port: made.ragged[row] for port, row in row_of.items()}, versions, told)
+    return Widened(made, (made.lengths[0], made.lengths[1]), group_of, {port: made.ragged[row] for port, row in row_of.items()}, versions, told)
