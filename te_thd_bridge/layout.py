@@ -97,6 +97,7 @@ class ThdLayout:
         "max_seqlen_kv",
         "padding",
         "distinct_offsets",
+        "offset_of_port",
         "signature",
         "products",
     )
@@ -116,8 +117,18 @@ class ThdLayout:
         self.max_seqlen_q = max_seqlen_q
         self.max_seqlen_kv = max_seqlen_kv
         self.padding = padding
-        #: The RaggedOffsets without repetition, in port order.
-        self.distinct_offsets = tuple({id(offset): offset for offset in self.offsets.values()}.values())
+        distinct: list[RaggedOffset] = []
+        of_port = []
+        for port in PORTS:
+            place = 0
+            while place < len(distinct) and distinct[place] is not self.offsets[port]:
+                place += 1
+            if place == len(distinct):
+                distinct.append(self.offsets[port])
+            of_port.append(place)
+        #: The RaggedOffsets without repetition, and each port's place among them.
+        self.distinct_offsets = tuple(distinct)
+        self.offset_of_port = tuple(of_port)
         #: All that a plan may depend on besides the values: sizes, units, and which ports share an offset.
         self.signature = (
             self.device.type,
@@ -128,7 +139,7 @@ class ThdLayout:
             padding,
             cu_seqlens_q is cu_seqlens_kv,
             cu_seqlens_q.dtype,
-            tuple(self.distinct_offsets.index(self.offsets[port]) for port in PORTS),
+            self.offset_of_port,
             tuple((o.unit, o.multiplier, o.values.dtype, o.values.shape[0], o.values is cu_seqlens_q) for o in self.distinct_offsets),
         )
         #: Device products by plan request; see `te_thd_bridge.plans.products`.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import execution
 from .execution import Options
-from .layout import PORTS, RaggedOffset, ThdLayout
+from .layout import PORTS, UNITS, RaggedOffset, ThdLayout
 
 
 def traced_attention(q, k, v, layout: ThdLayout, options: Options, softmax_offset, out):
@@ -28,9 +28,9 @@ def traced_attention(q, k, v, layout: ThdLayout, options: Options, softmax_offse
         layout.cu_seqlens_q,
         layout.cu_seqlens_kv,
         [offset.values for offset in offsets],
-        [offset.unit for offset in offsets],
+        [UNITS.index(offset.unit) for offset in offsets],
         [offset.multiplier for offset in offsets],
-        [offsets.index(layout.offsets[port]) for port in PORTS],
+        list(layout.offset_of_port),
         layout.max_seqlen_q,
         layout.max_seqlen_kv,
         layout.padding,
@@ -53,7 +53,7 @@ def traced_attention(q, k, v, layout: ThdLayout, options: Options, softmax_offse
 def _layout(cu_q, cu_kv, values, units, multipliers, ports, max_q, max_kv, padding) -> ThdLayout:
     # Inside an operator cu_seqlens_q and cu_seqlens_kv are different objects even where the caller passed one tensor.
     same = cu_kv.data_ptr() == cu_q.data_ptr() and cu_kv.shape == cu_q.shape
-    distinct = [RaggedOffset(value, unit, multiplier) for value, unit, multiplier in zip(values, units, multipliers)]
+    distinct = [RaggedOffset(value, UNITS[unit], multiplier) for value, unit, multiplier in zip(values, units, multipliers)]
     return ThdLayout(cu_q, cu_q if same else cu_kv, {port: distinct[index] for port, index in zip(PORTS, ports)}, max_q, max_kv, padding)
 
 
@@ -65,7 +65,7 @@ def attention(
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor,
     offset_values: list[Tensor],
-    offset_units: list[str],
+    offset_units: list[int],
     offset_multipliers: list[int],
     offset_of_port: list[int],
     max_seqlen_q: int,
@@ -114,7 +114,7 @@ def attention_backward(
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor,
     offset_values: list[Tensor],
-    offset_units: list[str],
+    offset_units: list[int],
     offset_multipliers: list[int],
     offset_of_port: list[int],
     max_seqlen_q: int,

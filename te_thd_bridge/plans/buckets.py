@@ -20,5 +20,6 @@ def deterministic_length_bucket(length: int) -> int:
 
 
 def token_bucket(tokens: int) -> int:
-    """A power of two of at least 1024; it bounds workspaces only."""
-    return max(1024, 1 << (tokens - 1).bit_length())
+    """At least 1024, in quarters of a power of two: it bounds the backward's workspace, which grows with it."""
+    quarter = max(256, 1 << max(0, (tokens - 1).bit_length() - 3))
+    return -(-tokens // quarter) * quarter

@@ -16,6 +16,7 @@ import inspect
 import os
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Iterator
 
 import torch
@@ -27,11 +28,11 @@ from ..spec import AttentionSpec
 from . import BackwardTensors, ForwardTensors
 from .buckets import batch_bucket
 from .products import PortGeometry, Widened, WidenRequest, widen_request, widened
-from .rowwise import pad_stats, sink_gradient, unpad_stats
+from .rowwise import add_sink, pad_stats, sink_gradient, unpad_stats
 
 UID = {name: i + 1 for i, name in enumerate(PORTS)}
 UID.update({f"off_{port}": i + 21 for i, port in enumerate(PORTS)})
-UID.update(len_q=10, len_kv=11, sink=12, seed=13, rng_offset=14, row_max=15)
+UID.update(len_q=10, len_kv=11, sink=12, seed=13, rng_offset=14, row_max=15, row_sum=16)
 
 _DTYPE_NAMES = {torch.float16: "HALF", torch.bfloat16: "BFLOAT16"}
 #: Names of the frontend's Python engines (FROST) begin so; what remains is cuDNN's own.
@@ -77,10 +78,9 @@ def served_head_dims(cc: int, direction: str) -> str:
     return "multiples of 8 up to 128"
 
 
-def ports_of(direction: str, needs_lse: bool) -> tuple[str, ...]:
-    if direction == "bwd":
-        return PORTS
-    return ("q", "k", "v", "o", "stats") if needs_lse else ("q", "k", "v", "o")
+def has_stats(spec: AttentionSpec) -> bool:
+    """Whether a forward graph outputs Stats; with max_logit the lse comes from its two parts instead."""
+    return spec.needs_lse and not spec.max_logit
 
 
 def direct_form(spec: AttentionSpec, layout: ThdLayout) -> tuple[tuple[str, int], ...]:
@@ -182,13 +182,13 @@ def _declare(cudnn: Any, spec: AttentionSpec, direction: str, packed_stats: bool
         if spec.sink:
             shape = dict(dim=[1, spec.heads_q, 1, 1], stride=[spec.heads_q, 1, 1, 1])
             arguments["sink_token"] = graph.tensor(name="sink", data_type=f32, uid=UID["sink"], **shape)
-        if spec.max_logit:
+        if spec.max_logit:  # cuDNN gives a row's (max, sum of exponentials) or their combination, Stats, but not both
             dim, stride = geometry("stats")
-            row_max = graph.tensor(name="row_max", dim=dim, stride=stride, data_type=f32, uid=UID["row_max"])
-            arguments["score_max"] = place(row_max, "stats")
-        o, stats = graph.sdpa(name="sdpa", q=q, k=k, v=v, generate_stats=spec.needs_lse, **arguments)
+            for argument, name in (("score_max", "row_max"), ("score_sum_exp", "row_sum")):
+                arguments[argument] = place(graph.tensor(name=name, dim=dim, stride=stride, data_type=f32, uid=UID[name]), "stats")
+        o, stats = graph.sdpa(name="sdpa", q=q, k=k, v=v, generate_stats=has_stats(spec), **arguments)
         result(o, "o")
-        if spec.needs_lse:
+        if has_stats(spec):
             result(stats, "stats")
         return graph
 
@@ -217,18 +217,24 @@ def _deterministic_workspace_limit(spec: AttentionSpec, direction: str) -> Itera
         del os.environ[name]
 
 
-def choose(graph: Any, pinned: str | None) -> tuple[int, str]:
-    """(index, name) of the first plan that may run: cuDNN's own engines read every bound offset.
+def build_first(graph: Any, pinned: str | None) -> tuple[int, str]:
+    """(index, name) of the first offered plan that may run and builds: cuDNN's own engines read every bound offset.
 
     The frontend's Python engines are passed over; most of them rebuild starts from lengths.
-    pinned: part of a plan's name.  Raises UnsupportedByGraph, naming what was offered.
+    pinned: part of a plan's name.  Raises UnsupportedByGraph, naming what was offered and why it didn't build.
     """
     names = [graph.get_plan_name_at_index(i) for i in range(graph.get_execution_plan_count())]
+    failures = []
     for index, name in enumerate(names):
-        if not name.startswith(_PYTHON_ENGINE_PREFIX) and (pinned is None or pinned in name):
+        if name.startswith(_PYTHON_ENGINE_PREFIX) or (pinned is not None and pinned not in name):
+            continue
+        try:
+            graph.build_plan_at_index(index)
             return index, name
+        except (RuntimeError, NotImplementedError, frontend().cudnnGraphNotSupportedError) as error:
+            failures.append(f"{name}: {error}")
     wanted = "no cuDNN engine" if pinned is None else f"no cuDNN engine whose name contains {pinned!r}"
-    raise UnsupportedByGraph(f"{wanted} among the plans offered: {', '.join(names) or 'none'}")
+    raise UnsupportedByGraph("; ".join(failures) or f"{wanted} among the plans offered: {', '.join(names) or 'none'}")
 
 
 class GraphPlan:
@@ -241,56 +247,72 @@ class GraphPlan:
         self.spec, self.direction = spec, direction
         self._device_index = spec.device.index
         self.packed_stats = reads_packed_stats(compute_capability(self._device_index))
-        with torch.cuda.device(self._device_index):
-            graph = build_graph(spec, direction, packed_stats=self.packed_stats, handle=_handle(self._device_index))
-            self._index, self.engine = choose(graph, pinned)
-            try:
-                graph.build_plan_at_index(self._index)
-            except Exception as error:
-                raise UnsupportedByGraph(f"{self.engine} was offered but can't be built: {error}") from error
-        self.name = f"cudnn:{self.engine}"
-        self.workspace_bytes = max(1, graph.get_workspace_size_plan_at_index(self._index))
-        self._graph, self._lock = graph, threading.Lock()
+        self._lock = threading.Lock()
         self._requests: dict[tuple[int, ...], WidenRequest] = {}
-        names = self._operands()
+        declared = spec
+        if direction == "fwd" and spec.sink and spec.max_logit:
+            declared = _without_sink(spec)  # the parts of the lse are wanted without the sink
+        try:
+            self._build(declared, pinned)
+        except UnsupportedByGraph:
+            # cuDNN 9.19 offers engines for a sink on Hopper whose compilation then fails: it is added afterwards.
+            if direction == "bwd" or not declared.sink:
+                raise
+            declared = _without_sink(spec)
+            self._build(declared, pinned)
+        self._adds_sink = spec.sink and not declared.sink and direction == "fwd"
+        names = self._operand_names(declared)
         self._uids = tuple(UID[name] for name in names)
         self._offset_ports = tuple(name[4:] for name in names if name.startswith("off_"))
-        self._ordered = "tensor_uids" in inspect.signature(graph.execute_plan_at_index).parameters
+        self._ordered = "tensor_uids" in inspect.signature(self._graph.execute_plan_at_index).parameters
 
-    def _operands(self) -> list[str]:
-        """Names of the bound tensors in the order of `_bind`."""
-        ports = ports_of(self.direction, self.spec.needs_lse)
-        placed = [port for port in ports if port != "stats" or self.packed_stats]
-        if self.direction == "fwd" and self.spec.max_logit:
-            placed += ["stats"] * (self.packed_stats and "stats" not in placed)
-        names = [*ports, "len_q", "len_kv", *(f"off_{port}" for port in placed)]
-        if self.direction == "fwd":
-            names += ["sink"] * self.spec.sink + ["row_max"] * self.spec.max_logit
-        return names + ["seed", "rng_offset"] * bool(self.spec.dropout_p)
+    def _build(self, declared: AttentionSpec, pinned: str | None) -> None:
+        with torch.cuda.device(self._device_index):
+            graph = build_graph(declared, self.direction, packed_stats=self.packed_stats, handle=_handle(self._device_index))
+            self._index, self.engine = build_first(graph, pinned)
+        self._graph, self.name = graph, f"cudnn:{self.engine}"
+        self.workspace_bytes = max(1, graph.get_workspace_size_plan_at_index(self._index))
+
+    def _operand_names(self, declared: AttentionSpec) -> list[str]:
+        """Names of the bound tensors in the order in which `forward` and `backward` list them."""
+        if self.direction == "bwd":
+            ports, extra = list(PORTS), []
+        else:
+            ports = ["q", "k", "v", "o"] + ["stats"] * has_stats(declared)
+            extra = ["sink"] * declared.sink + ["row_max", "row_sum"] * declared.max_logit
+        placed = [port for port in ports if port != "stats"]
+        if self.packed_stats and ("stats" in ports or "row_max" in extra):
+            placed.append("stats")
+        return [*ports, *extra, "len_q", "len_kv", *(f"off_{port}" for port in placed), *["seed", "rng_offset"] * bool(declared.dropout_p)]
 
     def forward(self, tensors: ForwardTensors, layout: ThdLayout) -> None:
         product = self._product(layout, tensors.q, tensors.k, tensors.out)
-        stats = row_max = None
-        if tensors.lse is not None:
-            stats = tensors.lse if self.packed_stats else self._padded_stats()
-        if tensors.max_logit is not None:
-            row_max = tensors.q.new_empty(tensors.q.shape[:2], dtype=torch.float32) if self.packed_stats else self._padded_stats()
-        operands = [tensors.q, tensors.k, tensors.v, tensors.out]
-        if stats is not None:
+        lse = tensors.lse
+        if lse is None and self._adds_sink:
+            lse = self._row_statistic(tensors.q)
+        operands, row_max = [tensors.q, tensors.k, tensors.v, tensors.out], None
+        if self.spec.max_logit:
+            row_max, row_sum = self._statistic_for_engine(tensors.q), self._statistic_for_engine(tensors.q)
+        elif lse is not None:
+            stats = lse if self.packed_stats else self._statistic_for_engine(tensors.q)
             operands.append(stats)
-        extra = [tensor for tensor in (tensors.softmax_offset, row_max) if tensor is not None]
-        self._execute(operands, extra, product, layout, tensors.rng_state)
-
-        targets = [("o", tensors.out, 0.0)]
-        if stats is not None:
-            if stats is not tensors.lse:
-                unpad_stats(stats, tensors.lse, product.metadata, product.group["stats"])
-            targets.append(("stats", tensors.lse, float("-inf")))
+        if tensors.softmax_offset is not None and not self._adds_sink:
+            operands.append(tensors.softmax_offset)
         if row_max is not None:
-            if not self.packed_stats:
-                padded, row_max = row_max, tensors.q.new_empty(tensors.q.shape[:2], dtype=torch.float32)
-                unpad_stats(padded, row_max, product.metadata, product.group["stats"])
-            targets.append(("stats", row_max, float("-inf")))
+            operands += [row_max, row_sum]
+        self._execute(operands, product, layout, tensors.rng_state)
+
+        group = product.group["stats"]
+        if row_max is not None:
+            row_max, row_sum = (self._packed(statistic, tensors.q.shape[0], product) for statistic in (row_max, row_sum))
+            if lse is not None:
+                torch.log(row_sum, out=lse).add_(row_max)
+        elif lse is not None and not self.packed_stats:
+            unpad_stats(stats, lse, product.metadata, group)
+        if self._adds_sink:
+            add_sink(tensors.out, lse, tensors.softmax_offset, product.metadata, product.group["o"], group)
+        targets = [("o", tensors.out, 0.0)]
+        targets += [("stats", statistic, float("-inf")) for statistic in (tensors.lse, row_max) if statistic is not None]
         _clear(targets, product)
         if row_max is not None:
             torch.amax(row_max, 0, out=tensors.max_logit)
@@ -299,17 +321,27 @@ class GraphPlan:
         product = self._product(layout, tensors.q, tensors.k, tensors.out)
         stats = tensors.lse
         if not self.packed_stats:
-            stats = self._padded_stats()
+            stats = self._statistic_for_engine(tensors.q)
             pad_stats(tensors.lse, stats, product.metadata, product.group["stats"])
         operands = [tensors.q, tensors.k, tensors.v, tensors.out, stats, tensors.do, tensors.dq, tensors.dk, tensors.dv]
-        self._execute(operands, [], product, layout, tensors.rng_state)
+        self._execute(operands, product, layout, tensors.rng_state)
         _clear([("dq", tensors.dq, 0.0), ("dk", tensors.dk, 0.0), ("dv", tensors.dv, 0.0)], product)
         if tensors.d_softmax_offset is not None:
             sink_gradient(tensors, product.metadata, product.group)
 
-    def _padded_stats(self) -> Tensor:
+    def _row_statistic(self, q: Tensor) -> Tensor:
+        return torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+    def _statistic_for_engine(self, q: Tensor) -> Tensor:
         spec = self.spec
-        return torch.empty((spec.batch, spec.heads_q, spec.max_q), dtype=torch.float32, device=spec.device)
+        return self._row_statistic(q) if self.packed_stats else torch.empty(spec.batch, spec.heads_q, spec.max_q, dtype=torch.float32, device=q.device)
+
+    def _packed(self, statistic: Tensor, rows: int, product: Widened) -> Tensor:
+        if self.packed_stats:
+            return statistic
+        packed = torch.empty((rows, self.spec.heads_q), dtype=torch.float32, device=statistic.device)
+        unpad_stats(statistic, packed, product.metadata, product.group["stats"])
+        return packed
 
     def _product(self, layout: ThdLayout, q: Tensor, k: Tensor, out: Tensor) -> Widened:
         rows = (q.shape[0], k.shape[0], out.shape[0])
@@ -339,14 +371,14 @@ class GraphPlan:
             ports.append(PortGeometry(port, rows.get(port, rows_q), row_stride, 4 if stats else itemsize))
         return widen_request(tuple(ports), spec.band, spec.batch)
 
-    def _execute(self, operands: list[Tensor], extra: list[Tensor], product: Widened, layout: ThdLayout, rng_state: Tensor | None) -> None:
+    def _execute(self, operands: list[Tensor], product: Widened, layout: ThdLayout, rng_state: Tensor | None) -> None:
         if self.spec.bound:
             lengths = [layout.cu_seqlens_q, layout.cu_seqlens_kv]
             offsets = [layout.offsets[port].values for port in self._offset_ports]
         else:
             lengths = list(product.lengths)
             offsets = [product.ragged[port] for port in self._offset_ports]
-        buffers = [*operands, *lengths, *offsets, *extra]
+        buffers = [*operands, *lengths, *offsets]
         if rng_state is not None:
             buffers += [rng_state[0:1], rng_state[1:2]]
         workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.spec.device)
@@ -357,6 +389,11 @@ class GraphPlan:
                 self._graph.execute_plan_at_index(buffers, workspace, self._index, handle, tensor_uids=self._uids)
             else:
                 self._graph.execute_plan_at_index(dict(zip(self._uids, buffers)), workspace, self._index, handle)
+
+
+def _without_sink(spec: AttentionSpec) -> AttentionSpec:
+    """What an engine computes for a sink that is added afterwards: the plain softmax, with its lse."""
+    return replace(spec, sink=False, needs_lse=True)
 
 
 def _clear(targets: list[tuple[str, Tensor, float]], product: Widened) -> None:

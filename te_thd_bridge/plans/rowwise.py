@@ -1,4 +1,4 @@
-"""Row statistics around a graph: Stats in the padded form that some engines want, and the sink's gradient.
+"""Row statistics around a graph: Stats in the padded form that some engines want, the sink and its gradient.
 
 Legend: T rows, H heads, D channels, B sequences, S the graph's length bound.  A live row is one that an engine computes;
 live row number r of the batch is row r - cu_lengths[s] of sequence s (see `te_thd_bridge.metadata`).
@@ -123,6 +123,48 @@ def sink_gradient(tensors: BackwardTensors, metadata: Metadata, group: dict[str,
         _steps(metadata), _ROWS, triton.next_power_of_2(o.shape[2]),
     )  # fmt: skip
     torch.sum(partials, 0, out=tensors.d_softmax_offset)
+
+
+@triton.jit(do_not_specialize=["batch", "o_row", "o_head", "lse_row"])
+def _scale_by_sink(
+    o, lse, sink, cu_lengths, o_origins, lse_origins, batch, o_row, o_head, lse_row, dim,
+    steps: tl.constexpr, rows: tl.constexpr, block_d: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    head = tl.program_id(1).to(tl.int64)
+    live = row < tl.load(cu_lengths + batch)
+    sequence = _sequence_of(row, cu_lengths, batch, steps)
+    position = row - tl.load(cu_lengths + sequence)
+    lse_at = lse + (tl.load(lse_origins + sequence) + position) * lse_row + head
+    normaliser, logit = tl.load(lse_at, live, other=0.0), tl.load(sink + head)
+    largest = tl.maximum(normaliser, logit)
+    total = largest + tl.log(tl.exp(normaliser - largest) + tl.exp(logit - largest))
+    channel = tl.arange(0, block_d)
+    inside = live[:, None] & (channel < dim)[None, :]
+    o_at = o + ((tl.load(o_origins + sequence) + position) * o_row + head * o_head)[:, None] + channel[None, :]
+    value = tl.load(o_at, inside, other=0.0).to(tl.float32) * tl.exp(normaliser - total)[:, None]
+    tl.store(o_at, value.to(o.dtype.element_ty), inside)
+    tl.store(lse_at, total, live)
+
+
+def add_sink(out: Tensor, lse: Tensor, sink: Tensor, metadata: Metadata, out_group: int, lse_group: int) -> None:
+    """Turn a softmax without a sink into one with it, in place at live rows.
+
+    The sink adds exp(sink[h]) to a row's denominator and nothing to its numerator: out shrinks by
+    exp(lse - logaddexp(lse, sink)) and lse becomes logaddexp(lse, sink).
+    """
+    if not runs_kernels(out):
+        for (o_start, n), (lse_start, _) in zip(_live_ranges(metadata, out_group), _live_ranges(metadata, lse_group)):
+            rows = lse[lse_start : lse_start + n]
+            total = torch.logaddexp(rows, sink.expand_as(rows))
+            out[o_start : o_start + n] *= (rows - total).exp()[:, :, None].to(out.dtype)
+            rows.copy_(total)
+        return
+    origins = metadata.origins
+    _scale_by_sink[(triton.cdiv(lse.shape[0], _ROWS), out.shape[1])](
+        out, lse, sink, metadata.cu_lengths, origins[out_group], origins[lse_group], metadata.capacity,
+        out.stride(0), out.stride(1), lse.stride(0), out.shape[2], _steps(metadata), _ROWS, triton.next_power_of_2(out.shape[2]),
+    )  # fmt: skip
 
 
 def _live_ranges(metadata: Metadata, group: int) -> list[tuple[int, int]]:

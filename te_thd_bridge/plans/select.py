@@ -44,7 +44,7 @@ class PlanCache:
         """The plan for a spec whose sizes are exact; raises UnsupportedByGraph where there is none."""
         with self._lock:
             if spec.device.type != "cuda" or pinned == "reference":
-                return self._find_or_build((spec, "both", "reference"))
+                return self._find_or_build((replace(spec, strides=(), **dict.fromkeys(_SIZES, 0)), "both", "reference"))
             key = (_bucketed(spec, direction), direction, pinned)
             if key not in self._kept and (fitting := self._fitting(*key)) is not None:
                 key = fitting
@@ -135,8 +135,8 @@ def _report_row(built: BuiltPlan) -> dict[str, Any]:
         "dtype": str(spec.dtype).removeprefix("torch."),
         "heads": f"{spec.heads_q}/{spec.heads_kv}",
         "head_dim": f"{spec.dim_qk}" if spec.dim_qk == spec.dim_v else f"{spec.dim_qk},{spec.dim_v}",
-        "batch": spec.batch,
-        "max_seqlen": f"{spec.max_q}/{spec.max_kv}",
+        "batch": spec.batch or "any",
+        "max_seqlen": f"{spec.max_q}/{spec.max_kv}" if spec.max_q else "any",
         "calls": built.calls,
     }
 

@@ -1,0 +1,68 @@
+"""Plain-torch twins of the kernels: same arguments, same results, any device, values read on the host."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+from torch import Tensor
+
+from ..spec import Band
+from .types import Metadata, Origins
+
+
+def live_range(n_q: int, n_kv: int, band: Band) -> tuple[int, int]:
+    """(first live row, live length) of a sequence; (0, 0) where no row sees a key."""
+    shift = n_kv - n_q if band.bottom_right else 0
+    first = max(0, -band.right - shift) if band.right >= 0 else 0
+    end = min(n_q, n_kv + band.left - shift) if band.left >= 0 else n_q
+    return (first, end - first) if n_kv > 0 and end > first else (0, 0)
+
+
+def widen(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, groups: Sequence[Origins], band: Band, into: Metadata, ragged: Sequence[tuple[int, int]]) -> None:
+    prefix_q, prefix_kv = cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()
+    live_q = [live_range(prefix_q[i + 1] - prefix_q[i], prefix_kv[i + 1] - prefix_kv[i], band) for i in range(into.batch)]
+    live_kv = [prefix_kv[i + 1] - prefix_kv[i] if live_q[i][1] else 0 for i in range(into.batch)]
+    idle = [0] * (into.capacity - into.batch)
+    into.lengths.copy_(torch.tensor([[n for _, n in live_q] + idle, live_kv + idle], dtype=torch.int32))
+    into.cu_lengths[:, 0] = 0
+    into.cu_lengths[:, 1:] = into.lengths.cumsum(1)
+    for g, group in enumerate(groups):
+        values = [value * group.numerator // group.denominator for value in group.values.tolist()]
+        if group.side == "q":
+            ranges = [(values[i] + first, n) for i, (first, n) in enumerate(live_q)]
+        else:
+            ranges = [(values[i], n) for i, n in enumerate(live_kv)]
+        behind = values[into.batch] if len(values) > into.batch else sum(ranges[-1]) if ranges else 0
+        starts = [start for start, _ in ranges] + [behind] * len(idle)
+        into.origins[g] = torch.tensor(starts, dtype=torch.int64)
+        for r, (ragged_group, stride) in enumerate(ragged):
+            if ragged_group == g:
+                into.ragged[r] = torch.tensor([*starts, behind], dtype=torch.int64) * stride
+        _write_gaps(ranges, group.rows, into.gap_starts[g], into.gap_ends_cum[g])
+
+
+def _write_gaps(ranges: list[tuple[int, int]], rows: int, gap_starts: Tensor, gap_ends_cum: Tensor) -> None:
+    starts, sizes, reached = [], [], 0
+    for start, length in sorted(r for r in ranges if r[1] > 0):
+        starts.append(reached)
+        sizes.append(max(0, min(start, rows) - reached))
+        reached = min(rows, max(reached, start + length))
+    starts.append(reached)
+    sizes.append(rows - reached)
+    idle = len(gap_starts) - len(starts)
+    gap_starts.copy_(torch.tensor(starts + [0] * idle))
+    gap_ends_cum[0] = 0
+    gap_ends_cum[1:] = torch.tensor(sizes + [0] * idle).cumsum(0)
+
+
+def gap_rows(metadata: Metadata, group: int) -> Tensor:
+    """Indices of a group's gap rows, ascending."""
+    ends = metadata.gap_ends_cum[group].tolist()
+    pieces = [torch.arange(start, start + after - before) for start, before, after in zip(metadata.gap_starts[group].tolist(), ends, ends[1:])]
+    return torch.cat(pieces).sort().values.to(metadata.gap_starts.device)
+
+
+def clear(targets: Sequence[tuple[Tensor, int, float]], metadata: Metadata) -> None:
+    for tensor, group, fill in targets:
+        tensor[gap_rows(metadata, group)] = fill
