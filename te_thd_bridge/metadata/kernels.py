@@ -190,6 +190,26 @@ def widen(
 
 
 @triton.jit
+def sequence_of(rank, cu_lengths, capacity, steps: tl.constexpr):
+    """The sequence that holds each live row number: the last whose running total does not exceed it, by bisection."""
+    low = tl.zeros_like(rank).to(tl.int32)
+    high = low + capacity - 1
+    for _ in tl.static_range(steps):
+        middle = (low + high + 1) // 2
+        starts_before = tl.load(cu_lengths + middle) <= rank
+        low = tl.where(starts_before, middle, low)
+        high = tl.where(starts_before, high, middle - 1)
+    return low
+
+
+@triton.jit
+def live_row(rank, cu_lengths, origins, capacity, steps: tl.constexpr):
+    """The row of a group's tensors that is live row number ``rank``."""
+    sequence = sequence_of(rank, cu_lengths, capacity, steps)
+    return tl.load(origins + sequence) + rank - tl.load(cu_lengths + sequence)
+
+
+@triton.jit
 def gap_row(rank, starts_row, ends_row, capacity, steps: tl.constexpr):
     """The row that is gap row number ``rank``: bisection over the running totals of the gaps' sizes."""
     low = tl.zeros_like(rank).to(tl.int32)
@@ -244,3 +264,132 @@ def clear(
     else:
         starts, ends = gap_starts + group2 * (capacity + 1), gap_ends_cum + group2 * (capacity + 2)
         _clear(target2, fill2, row_stride2, head_stride2, width2, head_width2, starts, ends, capacity, flat, steps, tile_rows2, tile_columns2)
+
+
+@triton.jit(do_not_specialize=["capacity", "rows", "fill"])
+def move(
+    source, out, cu_lengths, origins, starts_row, ends_row, capacity, rows, fill,
+    source_row, source_head, out_row, out_head, width,
+    head_width: tl.constexpr, from_packed: tl.constexpr, to_packed: tl.constexpr,
+    steps: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
+):  # fmt: skip
+    """Copy live rows between a padded and a packed buffer or two padded ones, and fill the other rows of out."""
+    rank = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
+    live_total = tl.load(cu_lengths + capacity)
+    live = rank < live_total
+    padded = live_row(rank, cu_lengths, origins, capacity, steps)
+    read = rank if from_packed else padded
+    if to_packed:
+        write, kept = rank, rank < rows
+    else:
+        gap_total = tl.load(ends_row + capacity + 1)
+        gap = rank - live_total
+        listed = (gap >= 0) & (gap < gap_total)
+        write = tl.where(live, padded, gap_row(tl.where(listed, gap, 0), starts_row, ends_row, capacity, steps))
+        kept = live | listed
+    for left_column in range(0, width, tile_columns):
+        column = left_column + tl.arange(0, tile_columns)
+        inside = (column < width)[None, :]
+        read_at = column // head_width * source_head + column % head_width
+        write_at = column // head_width * out_head + column % head_width
+        value = tl.load(source + read[:, None] * source_row + read_at[None, :], live[:, None] & inside, other=0.0)
+        value = tl.where(live[:, None], value, fill.to(out.dtype.element_ty))
+        tl.store(out + write[:, None] * out_row + write_at[None, :], value, kept[:, None] & inside)
+
+
+@triton.jit
+def _scrub(
+    target, row_stride, head_stride, width, starts_row, ends_row, capacity,
+    head_width: tl.constexpr, steps: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
+):  # fmt: skip
+    total = tl.load(ends_row + capacity + 1)
+    for first in range(tl.program_id(0).to(tl.int64) * tile_rows, total, tl.num_programs(0) * tile_rows):
+        rank = first + tl.arange(0, tile_rows)
+        listed = rank < total
+        row = gap_row(tl.minimum(rank, total - 1), starts_row, ends_row, capacity, steps)
+        for left_column in range(0, width, tile_columns):
+            column = left_column + tl.arange(0, tile_columns)
+            at = target + row[:, None] * row_stride + (column // head_width * head_stride + column % head_width)[None, :]
+            inside = listed[:, None] & (column < width)[None, :]
+            finite = tl.abs(tl.load(at, inside, other=0.0).to(tl.float32)) < float("inf")
+            tl.store(at, tl.zeros([tile_rows, tile_columns], target.dtype.element_ty), inside & ~finite)
+
+
+@triton.jit(do_not_specialize=["group0", "group1", "group2", "capacity"])
+def scrub(
+    gap_starts, gap_ends_cum, capacity,
+    target0, group0, row_stride0, head_stride0, width0, target1, group1, row_stride1, head_stride1, width1,
+    target2, group2, row_stride2, head_stride2, width2,
+    head_width0: tl.constexpr, head_width1: tl.constexpr, head_width2: tl.constexpr, steps: tl.constexpr,
+    tile_rows0: tl.constexpr, tile_columns0: tl.constexpr, tile_rows1: tl.constexpr, tile_columns1: tl.constexpr,
+    tile_rows2: tl.constexpr, tile_columns2: tl.constexpr,
+):  # fmt: skip
+    """grid (programs, targets): overwrite what isn't finite in each target's gap rows with 0, reading nothing else."""
+    which = tl.program_id(1)
+    if which == 0:
+        starts, ends = gap_starts + group0 * (capacity + 1), gap_ends_cum + group0 * (capacity + 2)
+        _scrub(target0, row_stride0, head_stride0, width0, starts, ends, capacity, head_width0, steps, tile_rows0, tile_columns0)
+    elif which == 1:
+        starts, ends = gap_starts + group1 * (capacity + 1), gap_ends_cum + group1 * (capacity + 2)
+        _scrub(target1, row_stride1, head_stride1, width1, starts, ends, capacity, head_width1, steps, tile_rows1, tile_columns1)
+    else:
+        starts, ends = gap_starts + group2 * (capacity + 1), gap_ends_cum + group2 * (capacity + 2)
+        _scrub(target2, row_stride2, head_stride2, width2, starts, ends, capacity, head_width2, steps, tile_rows2, tile_columns2)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def gap_sequences(
+    out_q, out_kv, ordered, cu_q, cu_kv, origins_q, origins_kv, ends_q, ends_kv, capacity, block: tl.constexpr,
+):  # fmt: skip
+    """One program: (gap of q, 0), (0, gap of kv), (len_q, len_kv) for every sequence, and whether that is exact."""
+    lane = tl.arange(0, block)
+    misplaced = tl.sum(tl.zeros([block], tl.int32), 0)
+    for base in range(0, capacity, block):
+        i = base + lane
+        kept = i < capacity
+        for side in tl.static_range(2):
+            cu = cu_q if side == 0 else cu_kv
+            ends = ends_q if side == 0 else ends_kv
+            origins = origins_q if side == 0 else origins_kv
+            before = tl.load(cu + i, kept, other=0)
+            length = tl.load(cu + i + 1, kept, other=0) - before
+            gaps = tl.load(ends + i + 1, kept, other=0)
+            derived = gaps + before
+            misplaced += tl.sum((kept & (length > 0) & (derived != tl.load(origins + i, kept, other=0))).to(tl.int32), 0)
+    exact = misplaced == 0
+    for base in range(0, capacity, block):
+        i = base + lane
+        kept = i < capacity
+        for side in tl.static_range(2):
+            cu = cu_q if side == 0 else cu_kv
+            ends = ends_q if side == 0 else ends_kv
+            out = out_q if side == 0 else out_kv
+            length = tl.load(cu + i + 1, kept, other=0) - tl.load(cu + i, kept, other=0)
+            gap = tl.load(ends + i + 1, kept, other=0) - tl.load(ends + i, kept, other=0)
+            tl.store(out + 3 * i + side, tl.where(exact, gap, 0).to(tl.int32), kept)
+            tl.store(out + 3 * i + 1 - side, tl.zeros([block], tl.int32), kept)
+            tl.store(out + 3 * i + 2, tl.where(exact, length, 0).to(tl.int32), kept)
+    tl.store(ordered, exact.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["capacity", "left", "right"])
+def key_intervals(
+    first_key, end_key, cu_q, cu_kv, origins, starts_row, ends_row, capacity, left, right,
+    bottom_right: tl.constexpr, steps: tl.constexpr, tile_rows: tl.constexpr,
+):  # fmt: skip
+    rank = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
+    live_total = tl.load(cu_q + capacity)
+    live = rank < live_total
+    sequence = sequence_of(rank, cu_q, capacity, steps)
+    start = tl.load(cu_q + sequence)
+    position = rank - start
+    keys = tl.load(cu_kv + sequence + 1) - tl.load(cu_kv + sequence)
+    if bottom_right:
+        position += keys - (tl.load(cu_q + sequence + 1) - start)
+    low = tl.where(left >= 0, tl.maximum(position - left, 0), 0)
+    high = tl.where(right >= 0, tl.minimum(position + right + 1, keys), keys)
+    gap = rank - live_total
+    listed = (gap >= 0) & (gap < tl.load(ends_row + capacity + 1))
+    row = tl.where(live, tl.load(origins + sequence) + rank - start, gap_row(tl.where(listed, gap, 0), starts_row, ends_row, capacity, steps))
+    tl.store(first_key + row, tl.where(live, low, 0).to(tl.int32), live | listed)
+    tl.store(end_key + row, tl.where(live, high, 0).to(tl.int32), live | listed)

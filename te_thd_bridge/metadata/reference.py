@@ -66,3 +66,57 @@ def gap_rows(metadata: Metadata, group: int) -> Tensor:
 def clear(targets: Sequence[tuple[Tensor, int, float]], metadata: Metadata) -> None:
     for tensor, group, fill in targets:
         tensor[gap_rows(metadata, group)] = fill
+
+
+def live_rows(metadata: Metadata, group: int, side: int) -> Tensor:
+    """Indices of a group's live rows, sequence after sequence; side 0 is q, 1 is kv."""
+    ranges = zip(metadata.origins[group].tolist(), metadata.lengths[side].tolist())
+    pieces = [torch.arange(start, start + length) for start, length in ranges]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *pieces]).to(metadata.origins.device)
+
+
+def gather_rows(source: Tensor, out: Tensor, metadata: Metadata, group: int, side: int) -> None:
+    rows = live_rows(metadata, group, side)
+    out[: len(rows)] = source[rows]
+    out[len(rows) :] = 0
+
+
+def scatter_rows(packed: Tensor, out: Tensor, metadata: Metadata, group: int, side: int, fill: float) -> None:
+    rows = live_rows(metadata, group, side)
+    out.fill_(fill)
+    out[rows] = packed[: len(rows)]
+
+
+def sanitise_rows(source: Tensor, out: Tensor, metadata: Metadata, group: int, side: int) -> None:
+    rows = live_rows(metadata, group, side)
+    out.zero_()
+    out[rows] = source[rows]
+
+
+def scrub_(targets: Sequence[tuple[Tensor, int]], metadata: Metadata) -> None:
+    for tensor, group in targets:
+        rows = gap_rows(metadata, group)
+        held = tensor[rows]
+        tensor[rows] = torch.where(held.isfinite(), held, torch.zeros_like(held))
+
+
+def gap_sequences(metadata: Metadata, group_q: int, group_kv: int, lengths: Tensor, exact: Tensor) -> None:
+    lengths.zero_()
+    exact.fill_(1)
+    for side, group in enumerate((group_q, group_kv)):
+        total = metadata.gap_ends_cum[group, :-1]
+        live = metadata.lengths[side] > 0
+        derived = total[1:] + metadata.cu_lengths[side, :-1]
+        exact &= (derived == metadata.origins[group])[live].all().to(torch.int32)
+        lengths[side, side::3] = total.diff().to(torch.int32)
+        lengths[side, 2::3] = metadata.lengths[side]
+    lengths *= exact
+
+
+def key_intervals(metadata: Metadata, group_q: int, band: Band, first_key: Tensor, end_key: Tensor) -> None:
+    first_key.zero_()
+    end_key.zero_()
+    for start, n, m in zip(metadata.origins[group_q].tolist(), *metadata.lengths.tolist()):
+        position = torch.arange(n, device=first_key.device) + (m - n if band.bottom_right else 0)
+        first_key[start : start + n] = (position - band.left).clamp(min=0) if band.left >= 0 else 0
+        end_key[start : start + n] = (position + band.right + 1).clamp(max=m) if band.right >= 0 else m

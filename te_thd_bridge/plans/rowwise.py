@@ -12,22 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..metadata import Metadata, runs_kernels
+from ..metadata.kernels import sequence_of
 from . import BackwardTensors
 
 _ROWS = 32
-
-
-@triton.jit
-def _sequence_of(row, cu_lengths, batch, steps: tl.constexpr):
-    """The sequence that holds each live row: the last one whose prefix does not exceed it, by bisection."""
-    low = tl.zeros_like(row).to(tl.int32)
-    high = low + batch - 1
-    for _ in tl.static_range(steps):
-        middle = (low + high + 1) // 2
-        starts_before = tl.load(cu_lengths + middle) <= row
-        low = tl.where(starts_before, middle, low)
-        high = tl.where(starts_before, high, middle - 1)
-    return low
 
 
 @triton.jit(do_not_specialize=["batch", "lse_stride", "padded_rows"])
@@ -35,7 +23,7 @@ def _move_stats(lse, padded, cu_lengths, origins, batch, heads, lse_stride, padd
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     head = tl.program_id(1)
     live = row < tl.load(cu_lengths + batch)
-    sequence = _sequence_of(row, cu_lengths, batch, steps)
+    sequence = sequence_of(row, cu_lengths, batch, steps)
     position = row - tl.load(cu_lengths + sequence)
     packed_at = lse + (tl.load(origins + sequence) + position) * lse_stride + head
     padded_at = padded + (sequence.to(tl.int64) * heads + head) * padded_rows + position
@@ -87,7 +75,7 @@ def _sink_partials(
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     head = tl.program_id(1).to(tl.int64)
     live = row < tl.load(cu_lengths + batch)
-    sequence = _sequence_of(row, cu_lengths, batch, steps)
+    sequence = sequence_of(row, cu_lengths, batch, steps)
     position = row - tl.load(cu_lengths + sequence)
     channel = tl.arange(0, block_d)
     inside = live[:, None] & (channel < dim)[None, :]
@@ -133,7 +121,7 @@ def _scale_by_sink(
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     head = tl.program_id(1).to(tl.int64)
     live = row < tl.load(cu_lengths + batch)
-    sequence = _sequence_of(row, cu_lengths, batch, steps)
+    sequence = sequence_of(row, cu_lengths, batch, steps)
     position = row - tl.load(cu_lengths + sequence)
     lse_at = lse + (tl.load(lse_origins + sequence) + position) * lse_row + head
     normaliser, logit = tl.load(lse_at, live, other=0.0), tl.load(sink + head)
