@@ -17,6 +17,11 @@ _UNSPECIALISED = (
     + [f"{field}{g}" for g in range(9) for field in _GROUP_FIELDS]
     + [f"ragged_{field}{r}" for r in range(9) for field in ("group", "stride")]
 )
+# Rows of the metadata, whose alignment changes with the capacity and the group: no reason to compile again.
+_UNALIGNED = [
+    "lengths", "cu_lengths", "origins", "gap_starts", "gap_ends_cum", "ragged", "starts_row", "ends_row",
+    "cu_q", "cu_kv", "origins_q", "origins_kv", "ends_q", "ends_kv", "out_q", "out_kv", "ordered", "first_key", "end_key",
+]  # fmt: skip
 
 
 @triton.jit
@@ -81,7 +86,7 @@ def _write_lengths(cu_q, cu_kv, lengths, cu_lengths, batch, capacity, left, righ
         total_kv += tl.sum(n_kv, 0)
 
 
-@triton.jit(do_not_specialize=_UNSPECIALISED)
+@triton.jit(do_not_specialize=_UNSPECIALISED, do_not_specialize_on_alignment=_UNALIGNED)
 def widen(
     cu_q, cu_kv, lengths, cu_lengths, origins, gap_starts, gap_ends_cum, ragged, batch, capacity, left, right,
     address0, wide0, numerator0, denominator0, entries0, of_kv0, rows0,
@@ -96,7 +101,7 @@ def widen(
     ragged_group0, ragged_stride0, ragged_group1, ragged_stride1, ragged_group2, ragged_stride2,
     ragged_group3, ragged_stride3, ragged_group4, ragged_stride4, ragged_group5, ragged_stride5,
     ragged_group6, ragged_stride6, ragged_group7, ragged_stride7, ragged_group8, ragged_stride8,
-    bottom_right: tl.constexpr, n_ragged: tl.constexpr, block: tl.constexpr,
+    bottom_right: tl.constexpr, n_ragged: tl.constexpr, block: tl.constexpr, pairs: tl.constexpr,
 ):  # fmt: skip
     """One program a group; the first also writes the lengths."""
     g = tl.program_id(0)
@@ -158,25 +163,32 @@ def widen(
     reached = tl.minimum(reached, rows)
 
     if disorder > 0:
-        # Any order: a gap reaches from each end to the nearest start behind it, which costs B^2 comparisons.
+        # Any order: a gap reaches from each end to the nearest start behind it, which costs B^2 comparisons.  An end that lies
+        # within another sequence, or that an earlier sequence shares, opens no gap, so that no row is listed twice.
         total = rows * 0
         reached = rows * 0
         nearest = rows
-        for j in range(0, batch):
-            start, length = _range(cu_q, cu_kv, address, wide, numerator, denominator, of_kv, j, True, left, right, bottom_right)
-            nearest = tl.where(length > 0, tl.minimum(nearest, start), nearest)
-        for base in range(0, capacity, block):
-            i = base + lane
-            known = i < batch
-            start, length = _range(cu_q, cu_kv, address, wide, numerator, denominator, of_kv, i, known, left, right, bottom_right)
-            live = known & (length > 0)
+        few = tl.arange(0, pairs)
+        for base in range(0, capacity, pairs):
+            i = base + few
+            start, length = _range(cu_q, cu_kv, address, wide, numerator, denominator, of_kv, i, i < batch, left, right, bottom_right)
+            live = (i < batch) & (length > 0)
             end = start + length
-            until = tl.zeros([block], tl.int64) + rows
-            for j in range(0, batch):
-                other, other_length = _range(cu_q, cu_kv, address, wide, numerator, denominator, of_kv, j, True, left, right, bottom_right)
-                until = tl.where((other_length > 0) & (other >= end), tl.minimum(until, other), until)
+            nearest = tl.minimum(nearest, tl.min(tl.where(live, start, rows), 0))
+            until = tl.zeros([pairs], tl.int64) + rows
+            covered = tl.zeros([pairs], tl.int32)
+            for other_base in range(0, batch, pairs):
+                j = other_base + few
+                other, other_length = _range(cu_q, cu_kv, address, wide, numerator, denominator, of_kv, j, j < batch, left, right, bottom_right)
+                other_live = ((j < batch) & (other_length > 0))[None, :]
+                other_end = (other + other_length)[None, :]
+                ahead = other_live & (other[None, :] >= end[:, None])
+                until = tl.minimum(until, tl.min(tl.where(ahead, other[None, :], rows), 1))
+                within = (other[None, :] < end[:, None]) & (other_end > end[:, None])
+                shared = (other_end == end[:, None]) & (j[None, :] < i[:, None])
+                covered = tl.maximum(covered, tl.max((other_live & (within | shared)).to(tl.int32), 1))
             gap_start = tl.minimum(tl.maximum(end, 0), rows)
-            size = tl.where(live, tl.maximum(until - gap_start, 0), 0)
+            size = tl.where(live & (covered == 0), tl.maximum(until - gap_start, 0), 0)
             kept = i < capacity
             tl.store(starts_row + i, gap_start, kept)
             tl.store(ends_row + i + 1, total + tl.cumsum(size, 0), kept)
@@ -223,9 +235,15 @@ def gap_row(rank, starts_row, ends_row, capacity, steps: tl.constexpr):
 
 
 @triton.jit
+def column_offset(column, head_width: tl.constexpr, head_stride):
+    """Elements between a row's start and its columns; int64, because heads may lie further apart than rows."""
+    return (column // head_width).to(tl.int64) * head_stride + column % head_width
+
+
+@triton.jit
 def _clear(
-    target, fill, row_stride, head_stride, width, head_width, starts_row, ends_row, capacity,
-    flat: tl.constexpr, steps: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
+    target, fill, row_stride, head_stride, width, starts_row, ends_row, capacity,
+    head_width: tl.constexpr, steps: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
 ):  # fmt: skip
     total = tl.load(ends_row + capacity + 1)
     value = tl.full([tile_rows, tile_columns], 0.0, tl.float32) + fill
@@ -236,20 +254,17 @@ def _clear(
         at = target + row * row_stride
         for left_column in range(0, width, tile_columns):
             column = left_column + tl.arange(0, tile_columns)
-            if flat:
-                offset = column
-            else:
-                offset = column // head_width * head_stride + column % head_width
+            offset = column_offset(column, head_width, head_stride)
             tl.store(at[:, None] + offset[None, :], value.to(target.dtype.element_ty), listed[:, None] & (column < width)[None, :])
 
 
-@triton.jit(do_not_specialize=["group0", "group1", "group2", "capacity", "fill0", "fill1", "fill2"])
+@triton.jit(do_not_specialize=["group0", "group1", "group2", "capacity", "fill0", "fill1", "fill2"], do_not_specialize_on_alignment=_UNALIGNED)
 def clear(
     gap_starts, gap_ends_cum, capacity,
-    target0, group0, fill0, row_stride0, head_stride0, width0, head_width0,
-    target1, group1, fill1, row_stride1, head_stride1, width1, head_width1,
-    target2, group2, fill2, row_stride2, head_stride2, width2, head_width2,
-    flat: tl.constexpr, steps: tl.constexpr,
+    target0, group0, fill0, row_stride0, head_stride0, width0,
+    target1, group1, fill1, row_stride1, head_stride1, width1,
+    target2, group2, fill2, row_stride2, head_stride2, width2,
+    head_width0: tl.constexpr, head_width1: tl.constexpr, head_width2: tl.constexpr, steps: tl.constexpr,
     tile_rows0: tl.constexpr, tile_columns0: tl.constexpr, tile_rows1: tl.constexpr, tile_columns1: tl.constexpr,
     tile_rows2: tl.constexpr, tile_columns2: tl.constexpr,
 ):  # fmt: skip
@@ -257,18 +272,18 @@ def clear(
     which = tl.program_id(1)
     if which == 0:
         starts, ends = gap_starts + group0 * (capacity + 1), gap_ends_cum + group0 * (capacity + 2)
-        _clear(target0, fill0, row_stride0, head_stride0, width0, head_width0, starts, ends, capacity, flat, steps, tile_rows0, tile_columns0)
+        _clear(target0, fill0, row_stride0, head_stride0, width0, starts, ends, capacity, head_width0, steps, tile_rows0, tile_columns0)
     elif which == 1:
         starts, ends = gap_starts + group1 * (capacity + 1), gap_ends_cum + group1 * (capacity + 2)
-        _clear(target1, fill1, row_stride1, head_stride1, width1, head_width1, starts, ends, capacity, flat, steps, tile_rows1, tile_columns1)
+        _clear(target1, fill1, row_stride1, head_stride1, width1, starts, ends, capacity, head_width1, steps, tile_rows1, tile_columns1)
     else:
         starts, ends = gap_starts + group2 * (capacity + 1), gap_ends_cum + group2 * (capacity + 2)
-        _clear(target2, fill2, row_stride2, head_stride2, width2, head_width2, starts, ends, capacity, flat, steps, tile_rows2, tile_columns2)
+        _clear(target2, fill2, row_stride2, head_stride2, width2, starts, ends, capacity, head_width2, steps, tile_rows2, tile_columns2)
 
 
-@triton.jit(do_not_specialize=["capacity", "rows", "fill"])
+@triton.jit(do_not_specialize=["capacity", "source_rows", "rows", "fill"], do_not_specialize_on_alignment=_UNALIGNED)
 def move(
-    source, out, cu_lengths, origins, starts_row, ends_row, capacity, rows, fill,
+    source, out, cu_lengths, origins, starts_row, ends_row, capacity, source_rows, rows, fill,
     source_row, source_head, out_row, out_head, width,
     head_width: tl.constexpr, from_packed: tl.constexpr, to_packed: tl.constexpr,
     steps: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
@@ -286,14 +301,16 @@ def move(
         gap = rank - live_total
         listed = (gap >= 0) & (gap < gap_total)
         write = tl.where(live, padded, gap_row(tl.where(listed, gap, 0), starts_row, ends_row, capacity, steps))
-        kept = live | listed
+        kept = (live | listed) & (write >= 0) & (write < rows)
+    readable = live & (read >= 0) & (read < source_rows)
+    value_of_gap = (tl.zeros([1, 1], tl.float32) + fill).to(out.dtype.element_ty)
     for left_column in range(0, width, tile_columns):
         column = left_column + tl.arange(0, tile_columns)
         inside = (column < width)[None, :]
-        read_at = column // head_width * source_head + column % head_width
-        write_at = column // head_width * out_head + column % head_width
-        value = tl.load(source + read[:, None] * source_row + read_at[None, :], live[:, None] & inside, other=0.0)
-        value = tl.where(live[:, None], value, fill.to(out.dtype.element_ty))
+        read_at = column_offset(column, head_width, source_head)
+        write_at = column_offset(column, head_width, out_head)
+        value = tl.load(source + read[:, None] * source_row + read_at[None, :], readable[:, None] & inside, other=0.0)
+        value = tl.where(live[:, None], value, value_of_gap)
         tl.store(out + write[:, None] * out_row + write_at[None, :], value, kept[:, None] & inside)
 
 
@@ -302,6 +319,8 @@ def _scrub(
     target, row_stride, head_stride, width, starts_row, ends_row, capacity,
     head_width: tl.constexpr, steps: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
 ):  # fmt: skip
+    # A finite double may be infinite in float32.
+    exact: tl.constexpr = tl.float64 if target.dtype.element_ty == tl.float64 else tl.float32
     total = tl.load(ends_row + capacity + 1)
     for first in range(tl.program_id(0).to(tl.int64) * tile_rows, total, tl.num_programs(0) * tile_rows):
         rank = first + tl.arange(0, tile_rows)
@@ -309,13 +328,13 @@ def _scrub(
         row = gap_row(tl.minimum(rank, total - 1), starts_row, ends_row, capacity, steps)
         for left_column in range(0, width, tile_columns):
             column = left_column + tl.arange(0, tile_columns)
-            at = target + row[:, None] * row_stride + (column // head_width * head_stride + column % head_width)[None, :]
+            at = target + row[:, None] * row_stride + column_offset(column, head_width, head_stride)[None, :]
             inside = listed[:, None] & (column < width)[None, :]
-            finite = tl.abs(tl.load(at, inside, other=0.0).to(tl.float32)) < float("inf")
+            finite = tl.abs(tl.load(at, inside, other=0.0).to(exact)) < float("inf")
             tl.store(at, tl.zeros([tile_rows, tile_columns], target.dtype.element_ty), inside & ~finite)
 
 
-@triton.jit(do_not_specialize=["group0", "group1", "group2", "capacity"])
+@triton.jit(do_not_specialize=["group0", "group1", "group2", "capacity"], do_not_specialize_on_alignment=_UNALIGNED)
 def scrub(
     gap_starts, gap_ends_cum, capacity,
     target0, group0, row_stride0, head_stride0, width0, target1, group1, row_stride1, head_stride1, width1,
@@ -337,7 +356,7 @@ def scrub(
         _scrub(target2, row_stride2, head_stride2, width2, starts, ends, capacity, head_width2, steps, tile_rows2, tile_columns2)
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@triton.jit(do_not_specialize=["capacity"], do_not_specialize_on_alignment=_UNALIGNED)
 def gap_sequences(
     out_q, out_kv, ordered, cu_q, cu_kv, origins_q, origins_kv, ends_q, ends_kv, capacity, block: tl.constexpr,
 ):  # fmt: skip
@@ -372,9 +391,9 @@ def gap_sequences(
     tl.store(ordered, exact.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["capacity", "left", "right"])
+@triton.jit(do_not_specialize=["capacity", "rows", "left", "right"], do_not_specialize_on_alignment=_UNALIGNED)
 def key_intervals(
-    first_key, end_key, cu_q, cu_kv, origins, starts_row, ends_row, capacity, left, right,
+    first_key, end_key, cu_q, cu_kv, origins, starts_row, ends_row, capacity, rows, left, right,
     bottom_right: tl.constexpr, steps: tl.constexpr, tile_rows: tl.constexpr,
 ):  # fmt: skip
     rank = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
@@ -391,5 +410,6 @@ def key_intervals(
     gap = rank - live_total
     listed = (gap >= 0) & (gap < tl.load(ends_row + capacity + 1))
     row = tl.where(live, tl.load(origins + sequence) + rank - start, gap_row(tl.where(listed, gap, 0), starts_row, ends_row, capacity, steps))
-    tl.store(first_key + row, tl.where(live, low, 0).to(tl.int32), live | listed)
-    tl.store(end_key + row, tl.where(live, high, 0).to(tl.int32), live | listed)
+    kept = (live | listed) & (row >= 0) & (row < rows)
+    tl.store(first_key + row, tl.where(live, low, 0).to(tl.int32), kept)
+    tl.store(end_key + row, tl.where(live, high, 0).to(tl.int32), kept)

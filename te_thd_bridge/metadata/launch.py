@@ -15,6 +15,8 @@ from . import kernels, reference
 from .types import MAX_GROUPS, Metadata, Origins
 
 _MAX_BLOCK = 1024
+# Sequences compared at a time where they lie in no order: 64 spill registers (sm_90, Triton 3.2 and 3.7), 32 do not.
+_PAIRS = 32
 _MAX_TARGETS = 3
 _TILE_ELEMENTS = 4096
 _PROGRAMS_PER_MULTIPROCESSOR = 4
@@ -74,6 +76,7 @@ def widen(
         bottom_right=band.bottom_right,
         n_ragged=len(ragged),
         block=_block(capacity),
+        pairs=_PAIRS,
     )
     return into
 
@@ -96,11 +99,11 @@ def clear(targets: Sequence[tuple[Tensor, int, float]], metadata: Metadata) -> N
     if not runs_kernels(targets[0][0]):
         reference.clear(targets, metadata)
         return
-    arguments, tiles, flat = [], [], True
+    arguments, widths, tiles = [], [], []
     for tensor, group, fill in targets:
         row_stride, head_stride, width, head_width = _geometry(tensor)
-        arguments += [tensor, group, fill, row_stride, head_stride, width, head_width]
-        flat = flat and head_stride == head_width
+        arguments += [tensor, group, fill, row_stride, head_stride, width]
+        widths.append(head_width)
         tiles += _tile(width)
     idle = _MAX_TARGETS - len(targets)
     kernels.clear[(_programs(targets[0][0].device), len(targets))](
@@ -108,8 +111,9 @@ def clear(targets: Sequence[tuple[Tensor, int, float]], metadata: Metadata) -> N
         metadata.gap_ends_cum,
         metadata.capacity,
         *arguments,
-        *(arguments[:7] * idle),
-        flat,
+        *(arguments[:6] * idle),
+        *widths,
+        *(widths[:1] * idle),
         _steps(metadata),
         *tiles,
         *(tiles[:2] * idle),
@@ -217,6 +221,7 @@ def key_intervals(metadata: Metadata, group_q: int, band: Band, rows: int) -> tu
         metadata.gap_starts[group_q],
         metadata.gap_ends_cum[group_q],
         metadata.capacity,
+        rows,
         band.left,
         band.right,
         band.bottom_right,
@@ -241,6 +246,7 @@ def _move(source: Tensor, out: Tensor, metadata: Metadata, group: int, side: int
         metadata.gap_starts[group],
         metadata.gap_ends_cum[group],
         metadata.capacity,
+        source.shape[0],
         rows,
         fill,
         source_row,
@@ -275,9 +281,12 @@ def _block(capacity: int) -> int:
 def _geometry(tensor: Tensor) -> tuple[int, int, int, int]:
     """(row stride, head stride, elements of a row, elements of a head); a head is what lies contiguously."""
     if tensor.dim() == 2:
-        return tensor.stride(0), tensor.shape[1], tensor.shape[1], tensor.shape[1]
-    _, heads, channels = tensor.shape
-    return tensor.stride(0), tensor.stride(1), heads * channels, channels
+        heads, channels, head_stride = 1, tensor.shape[1], tensor.shape[1]
+    else:
+        heads, channels, head_stride = tensor.shape[1], tensor.shape[2], tensor.stride(1)
+    if tensor.stride(-1) != 1 and channels > 1:
+        raise ValueError(f"tensor: got strides {tensor.stride()}; accepted is a last dimension of stride 1")
+    return tensor.stride(0), head_stride, heads * channels, channels
 
 
 @functools.lru_cache(maxsize=None)
