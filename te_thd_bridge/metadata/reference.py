@@ -43,17 +43,16 @@ def widen(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, groups: Sequence[Origins]
 
 
 def _write_gaps(ranges: list[tuple[int, int]], rows: int, gap_starts: Tensor, gap_ends_cum: Tensor) -> None:
-    starts, sizes, reached = [], [], 0
-    for start, length in sorted(r for r in ranges if r[1] > 0):
-        starts.append(reached)
-        sizes.append(max(0, min(start, rows) - reached))
+    starts, sizes, reached = [0] * len(ranges), [0] * len(ranges), 0
+    in_buffer_order = sorted((i for i, (_, length) in enumerate(ranges) if length > 0), key=lambda i: ranges[i])
+    for i in in_buffer_order:
+        start, length = ranges[i]
+        starts[i], sizes[i] = reached, max(0, min(start, rows) - reached)
         reached = min(rows, max(reached, start + length))
-    starts.append(reached)
-    sizes.append(rows - reached)
-    idle = len(gap_starts) - len(starts)
-    gap_starts.copy_(torch.tensor(starts + [0] * idle))
+    idle = [0] * (len(gap_starts) - len(ranges) - 1)
+    gap_starts.copy_(torch.tensor([*starts, *idle, reached]))
     gap_ends_cum[0] = 0
-    gap_ends_cum[1:] = torch.tensor(sizes + [0] * idle).cumsum(0)
+    gap_ends_cum[1:] = torch.tensor([*sizes, *idle, rows - reached]).cumsum(0)
 
 
 def gap_rows(metadata: Metadata, group: int) -> Tensor:

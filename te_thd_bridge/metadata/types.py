@@ -40,6 +40,7 @@ class Metadata:
     cu_lengths:   [2, C+1], their running totals from 0.
     origins:      [G, C], row of each sequence's first live row.
     gap_starts:   [G, C+1], first row of each gap; together the gaps are what no live row takes of [0, rows).
+                  Where sequences lie in index order, gap i is what lies before sequence i and the last one is the tail.
     gap_ends_cum: [G, C+2], running totals of the gaps' sizes from 0; the last is the number of gap rows.
     ragged:       [R, C+1], element offsets: origins times a row stride, the end of the last sequence behind them.
     """
