@@ -17,8 +17,8 @@ from ..layout import QUERY_PORTS, ThdLayout
 from ..spec import AttentionSpec, Band
 from . import BackwardTensors, ForwardTensors
 
-#: Query rows taken at a time, which bounds the logits' memory for long sequences.
-_ROWS_AT_ONCE = 1024
+#: Query rows taken at a time: the logits of a block stay in a CPU's cache and are bounded for long sequences.
+_ROWS_AT_ONCE = 128
 _NO_KEY = float("-inf")
 
 

@@ -1,0 +1,1 @@
+"""The te-thd-bridge command; one module a subcommand."""
