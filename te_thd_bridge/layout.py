@@ -319,7 +319,7 @@ def _host_int(name: str, value: Any) -> int:
         raise TypeError(f"{name}: got None; accepted is an int that no sequence exceeds (the row count of the buffer at worst)")
     # SymInt stands for an int while torch.compile traces.
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        if hasattr(value, "__index__"):
+        if hasattr(value, "__index__") and not isinstance(value, bool):
             value = value.__index__()
         else:
             raise TypeError(f"{name}: got {type(value).__name__}; accepted is an int")

@@ -1,0 +1,318 @@
+"""The public function against the oracle: real rows right and padding rows exactly zero, whatever the padding holds."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from te_thd_bridge import RaggedOffset, ThdLayout, debug_checks, plan_report, thd_attention
+
+from .layouts import BANDS, NAN, Packed, packed, prefix, relative
+
+CPU = torch.device("cpu")
+PLAIN = Packed([3, 2, 4], [1, 2, 1])
+
+
+def run(batch, *, heads=4, heads_kv=2, dim=8, dim_v=8, dtype=torch.float64, device=CPU, fill=NAN, seed=0, **options):
+    """(results of thd_attention and its gradients, the truth) on random tensors with ``fill`` between sequences."""
+    q, k, v = batch.qkv(heads, heads_kv, dim, dim_v, dtype, device, fill, seed)
+    do = batch.random("o", heads, dim_v, dtype, device, fill, seed + 3)
+    sink = options.pop("sink", None)
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)] + ([] if sink is None else [sink.requires_grad_()])
+    strides = {"k": heads_kv * dim, "v": heads_kv * dim_v, "o": heads * dim_v, "stats": heads}
+    layout = layout_of(batch, device, strides, q)
+    out = torch.full((batch.rows["o"], heads, dim_v), 7.0, dtype=dtype, device=device) if "o" in batch.own else None
+    out, lse, max_logit = thd_attention(q, k, v, layout, softmax_offset=sink, return_lse=True, return_max_logit=True, out=out, **options)
+    gradients = torch.autograd.grad(out, leaves, do, allow_unused=True)
+    known = {key: options[key] for key in ("mask", "window", "scale") if key in options}
+    return (out, lse, max_logit, *gradients), batch.truth(q, k, v, sink=sink, do=do, **known)
+
+
+def layout_of(batch, device, strides, q):
+    itemsize = {"k": q.element_size(), "v": q.element_size(), "o": q.element_size(), "stats": 8 if q.dtype == torch.float64 else 4}
+    layouts = {port: batch.layout(device, strides, itemsize[port]) for port in batch.own}
+    base = batch.layout(device, strides, q.element_size())
+    offsets = {port: layouts[port].offsets[port] for port in batch.own}
+    if not offsets:
+        return base
+    return ThdLayout.from_cu_seqlens(
+        base.cu_seqlens_q,
+        base.cu_seqlens_kv if batch.cross else None,
+        cu_seqlens_q_padded=base.offsets["q"].values,
+        cu_seqlens_kv_padded=batch.tensor(batch.padded_kv, device) if batch.cross else None,
+        max_seqlen_q=base.max_seqlen_q,
+        max_seqlen_kv=base.max_seqlen_kv,
+        offsets=offsets,
+    )
+
+
+def assert_right(batch, got, true, tolerance):
+    out, lse, max_logit, dq, dk, dv, *d_sink = got
+    for name, tensor, wanted in (("out", out, true.out), ("dq", dq, true.dq), ("dk", dk, true.dk), ("dv", dv, true.dv)):
+        assert relative(tensor, wanted) < tolerance, name
+    for port, tensor in (("o", out), ("q", dq), ("k", dk), ("v", dv)):
+        rows = batch.padding(port)
+        assert (tensor[rows] == 0).all(), f"padding rows of {port}"
+    assert (torch.isneginf(lse) == torch.isneginf(true.lse)).all()
+    finite = torch.isfinite(true.lse)
+    assert torch.allclose(lse.double()[finite], true.lse[finite], rtol=tolerance, atol=10 * tolerance)
+    assert torch.allclose(max_logit.double(), true.max_logit, rtol=tolerance, atol=10 * tolerance)
+    if d_sink:
+        assert relative(d_sink[0], true.d_sink) < tolerance
+
+
+@settings(max_examples=60)
+@given(packed(), st.sampled_from(list(BANDS)), st.sampled_from([(-1, -1), (3, -1), (0, 0), (4, 2)]), st.booleans(), st.sampled_from([NAN, float("inf")]))
+def test_any_layout_is_right_with_poisoned_padding(batch, mask, window, with_sink, fill):
+    sink = torch.randn(4, dtype=torch.float64) if with_sink else None
+    got, true = run(batch, mask=mask, window=window, sink=sink, fill=fill)
+    assert_right(batch, got, true, 1e-11)
+
+
+@settings(max_examples=8)
+@given(st.integers(40, 64), st.randoms(use_true_random=False))
+def test_large_batches_are_right(batch_size, random):
+    batch = Packed([random.choice([0, 1, 3, 6]) for _ in range(batch_size)], [random.choice([0, 0, 2]) for _ in range(batch_size)], tail=2)
+    assert_right(batch, *run(batch, heads=2, heads_kv=1, dim=4, dim_v=4), 1e-11)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("heads, heads_kv, dim, dim_v", [(4, 4, 8, 8), (4, 1, 16, 8), (8, 2, 24, 16)])
+def test_lower_precisions_and_head_layouts_are_right(dtype, tolerance, heads, heads_kv, dim, dim_v):
+    batch = Packed([70, 0, 33, 130], [2, 3, 0, 6], tail=5)
+    got, true = run(batch, heads=heads, heads_kv=heads_kv, dim=dim, dim_v=dim_v, dtype=dtype)
+    assert_right(batch, got, true, tolerance)
+
+
+@pytest.mark.parametrize("length", [127, 128, 129, 300])
+def test_blocks_of_rows_meet_without_a_seam(length):
+    batch = Packed([length, 5], [3, 0])
+    assert_right(batch, *run(batch, heads=2, heads_kv=1, window=(64, -1)), 1e-11)
+
+
+def test_rows_that_see_no_key_are_zero_even_with_a_sink():
+    batch = Packed([5, 4, 3], [0, 0, 1], m=[2, 0, 3], gaps_kv=[1, 2, 0])
+    sink = torch.randn(4, dtype=torch.float64)
+    got, true = run(batch, mask="padding_causal_bottom_right", sink=sink)
+    assert_right(batch, got, true, 1e-11)
+    assert (got[0][:3] == 0).all() and (got[0][5:9] == 0).all() and torch.isneginf(got[1][5:9]).all()
+
+
+def test_nan_in_a_real_row_is_not_hidden():
+    q, k, v = PLAIN.qkv(2, 2, 8, 8, torch.float64, CPU)
+    v[4] = NAN
+    out = thd_attention(q, k, v, PLAIN.layout(CPU))
+    assert out[4:6].isnan().all() and not out[[0, 1, 2, 8, 9]].isnan().any()
+
+
+@pytest.mark.parametrize("form", ["t3hd", "th3d", "t2hd", "fused_groups", "last_dimension"])
+def test_strided_inputs_are_read_where_they_lie(form):
+    batch, heads, dim = PLAIN, 4, 8
+    heads_kv = 2 if form == "fused_groups" else heads
+    q, k, v = batch.qkv(heads, heads_kv, dim, dim, torch.float64, CPU)
+    if form == "t3hd":
+        views = torch.stack([q, k, v], 1).unbind(1)
+    elif form == "th3d":
+        views = torch.stack([q, k, v], 2).unbind(2)
+    elif form == "t2hd":
+        views = (q, *torch.stack([k, v], 1).unbind(1))
+    elif form == "fused_groups":
+        fused = torch.cat([q.unflatten(1, (2, 2)), k[:, :, None], v[:, :, None]], 2)
+        views = (fused[:, :, :2].reshape(q.shape), fused[:, :, 2], fused[:, :, 3])
+    else:
+        views = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    assert any(not view.is_contiguous() for view in views)
+    assert torch.equal(thd_attention(*views, batch.layout(CPU)), thd_attention(q, k, v, batch.layout(CPU)))
+
+
+def test_out_is_written_in_place_and_may_be_longer_than_q():
+    batch = Packed([3, 2], [1, 0], own={"o": ([6, 1], 12, "token", 1, False)})
+    q, k, v = batch.qkv(2, 2, 8, 8, torch.float64, CPU)
+    out = torch.full((12, 2, 8), NAN, dtype=torch.float64)
+    returned = thd_attention(q, k, v, batch.layout(CPU), out=out)
+    assert returned is out and relative(out, batch.truth(q, k, v).out) < 1e-12
+    q.requires_grad_()
+    returned = thd_attention(q, k, v, batch.layout(CPU), out=torch.empty_like(out))
+    assert returned.requires_grad and torch.equal(returned, out)
+
+
+def test_the_mask_names_of_unpadded_formats_mean_their_padding_forms():
+    q, k, v = PLAIN.qkv(2, 2, 8, 8, torch.float64, CPU)
+    for plain, padding in (("no_mask", "padding"), ("causal", "padding_causal"), ("causal_bottom_right", "padding_causal_bottom_right")):
+        assert torch.equal(*(thd_attention(q, k, v, PLAIN.layout(CPU), mask=mask) for mask in (plain, padding)))
+
+
+def test_a_sink_may_have_transformer_engines_shape():
+    q, k, v = PLAIN.qkv(2, 2, 8, 8, torch.float64, CPU)
+    flat = torch.randn(2)
+    shaped = flat.view(1, 2, 1, 1).clone().requires_grad_()
+    out = thd_attention(q, k, v, PLAIN.layout(CPU), softmax_offset=shaped)
+    assert torch.equal(out, thd_attention(q, k, v, PLAIN.layout(CPU), softmax_offset=flat))
+    out.sum().backward()
+    assert shaped.grad.shape == shaped.shape and shaped.grad.abs().sum() > 0
+
+
+def test_gradients_pass_gradcheck_in_fp64():
+    q, k, v = (x.requires_grad_() for x in PLAIN.qkv(2, 1, 4, 3, torch.float64, CPU, fill=0.0))
+    sink = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    call = lambda q, k, v, sink: thd_attention(q, k, v, PLAIN.layout(CPU), window=(2, -1), softmax_offset=sink)  # noqa: E731
+    assert torch.autograd.gradcheck(call, (q, k, v, sink))
+
+
+def test_dropout_repeats_with_the_seed_and_backward_uses_the_forwards_mask():
+    batch = Packed([40, 25], [3, 0])
+    q, k, v = batch.qkv(2, 1, 8, 8, torch.float64, CPU, fill=0.0)
+    v.requires_grad_()
+    layout = batch.layout(CPU)
+
+    def call(seed):
+        torch.manual_seed(seed)
+        return thd_attention(q, k, v, layout, dropout_p=0.3)
+
+    assert torch.equal(call(1), call(1)) and not torch.equal(call(1), call(2))
+    out = call(1)
+    (dv,) = torch.autograd.grad(out, v, do := torch.randn_like(out))
+    # out is linear in v with the dropped weights: <do, out> = <dv, v>.
+    assert torch.allclose((do * out).sum(), (dv * v).sum())
+    ones = torch.ones_like(v)
+    kept = torch.stack([thd_attention(q, k, ones, layout, dropout_p=0.3)[:40].mean() for _ in range(40)]).mean()
+    assert abs(kept - 1.0) < 0.02
+
+
+@pytest.mark.parametrize("rows, lengths", [(0, []), (5, []), (0, [0, 0]), (4, [0, 0])])
+def test_nothing_to_attend_to_gives_zeros(rows, lengths):
+    layout = ThdLayout.from_cu_seqlens(torch.tensor(prefix(lengths), dtype=torch.int32), max_seqlen_q=0)
+    q = torch.full((rows, 2, 8), NAN, requires_grad=True)
+    out, lse = thd_attention(q, q, q, layout, return_lse=True)
+    assert out.shape == q.shape and (out == 0).all() and torch.isneginf(lse).all()
+    out.sum().backward()
+    assert (q.grad == 0).all()
+
+
+def test_changed_values_in_the_same_tensors_are_noticed():
+    batch, other = Packed([3, 2, 4], [1, 2, 1]), Packed([1, 4, 2], [3, 0, 3])
+    q, k, v = batch.qkv(2, 2, 8, 8, torch.float64, CPU, fill=0.5)
+    layout = batch.layout(CPU)
+    thd_attention(q, k, v, layout)
+    layout.cu_seqlens_q.copy_(torch.tensor(prefix(other.n)))
+    layout.offsets["q"].values.copy_(torch.tensor(other.padded_q))
+    assert relative(thd_attention(q, k, v, layout), other.truth(q, k, v).out) < 1e-12
+
+
+def test_the_report_names_the_plan_that_ran():
+    q, k, v = PLAIN.qkv(2, 2, 8, 8, torch.float64, CPU)
+    thd_attention(q, k, v, PLAIN.layout(CPU), scale=0.123)
+    assert any(row["plan"] == "reference" and row["calls"] for row in plan_report())
+
+
+class TestBadInput:
+    """Each message names the argument, what was given and what is accepted."""
+
+    q, k, v = PLAIN.qkv(4, 2, 8, 8, torch.float32, CPU, fill=0.0)
+
+    @pytest.mark.parametrize(
+        "change, error, words",
+        [
+            (dict(q=[1]), TypeError, ["q:", "list", "tensor"]),
+            (dict(q=torch.zeros(13, 32)), ValueError, ["q:", "(13, 32)", "[T, H, D]"]),
+            (dict(k=torch.zeros(13, 2, 16)), ValueError, ["k:", "16", "8"]),
+            (dict(v=torch.zeros(12, 2, 8)), ValueError, ["v:", "12 rows", "13"]),
+            (dict(v=torch.zeros(13, 4, 8)), ValueError, ["v:", "4 heads", "2"]),
+            (dict(k=torch.zeros(13, 3, 8), v=torch.zeros(13, 3, 8)), ValueError, ["k:", "3 heads", "4", "divide"]),
+            (dict(k=torch.zeros(13, 2, 8, dtype=torch.float16)), TypeError, ["k:", "float16", "float32"]),
+            (dict(q=torch.zeros(13, 4, 8, dtype=torch.int32)), TypeError, ["q:", "int32", "float"]),
+            (dict(v=torch.zeros(13, 2, 8, device="meta")), ValueError, ["v:", "meta", "cpu"]),
+            (dict(layout=object()), TypeError, ["layout:", "object", "ThdLayout"]),
+            (dict(mask="diagonal"), ValueError, ["mask:", "'diagonal'", "'padding_causal'"]),
+            (dict(window=(1, 2, 3)), TypeError, ["window:", "(1, 2, 3)", "pair"]),
+            (dict(window=(-2, 0)), ValueError, ["window:", "(-2, 0)", "-1"]),
+            (dict(window=5), TypeError, ["window:", "5", "pair"]),
+            (dict(scale="big"), TypeError, ["scale:", "'big'", "float"]),
+            (dict(scale=NAN), TypeError, ["scale:", "nan", "finite"]),
+            (dict(dropout_p=-0.1), ValueError, ["dropout_p:", "-0.1", "0"]),
+            (dict(dropout_p=1.0), ValueError, ["dropout_p:", "1.0", "below 1"]),
+            (dict(plan="fastest"), ValueError, ["plan:", "'fastest'", "'auto'"]),
+            (dict(plan="cudnn"), ValueError, ["plan:", "'cudnn'", "cpu", "'reference'"]),
+            (dict(softmax_offset=[0.0]), TypeError, ["softmax_offset:", "list", "tensor"]),
+            (dict(softmax_offset=torch.zeros(3)), ValueError, ["softmax_offset:", "(3,)", "[4]"]),
+            (dict(softmax_offset=torch.zeros(4, dtype=torch.bfloat16)), TypeError, ["softmax_offset:", "bfloat16", "float32"]),
+            (dict(out=torch.zeros(13, 4, 9)), ValueError, ["out:", "(13, 4, 9)", "[T_o, 4, 8]"]),
+            (dict(out=torch.zeros(13, 4, 8, dtype=torch.float64)), TypeError, ["out:", "float64", "float32"]),
+            (dict(out=torch.zeros(13, 8, 4).transpose(1, 2)), ValueError, ["out:", "strides", "stride 1"]),
+        ],
+    )
+    def test_is_refused_by_name(self, change, error, words):
+        arguments = {"q": self.q, "k": self.k, "v": self.v, "layout": PLAIN.layout(CPU)} | change
+        with pytest.raises(error) as caught:
+            thd_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), arguments.pop("layout"), **arguments)
+        for word in words:
+            assert word in str(caught.value)
+
+    def test_a_multiplier_must_divide_the_row_stride(self):
+        offset = RaggedOffset(torch.tensor([0, 4, 8]), "element", 5)
+        layout = ThdLayout.from_cu_seqlens(PLAIN.tensor(prefix(PLAIN.n), CPU), max_seqlen_q=4, offsets={"k": offset})
+        with pytest.raises(ValueError, match=r"offsets\['k'\].multiplier: got 5 elements.*\(16 elements\).*divisors"):
+            thd_attention(self.q, self.k, self.v, layout)
+
+    @pytest.mark.parametrize(
+        "values, message",
+        [
+            (dict(n=[0, 3, 1, 5]), "cu_seqlens_q: entry 2 is 1 after 3"),
+            (dict(n=[0, 3, 5, 12]), "cu_seqlens_q: sequence 2 has 7 tokens; max_seqlen_q promises at most 4"),
+            (dict(padded=[0, 4, 8, 13], n=[0, 3, 7, 11]), None),
+            (dict(padded=[0, 2, 8, 13]), "sequence 0 ends at row 3 and sequence 1 starts at row 2"),
+            (dict(padded=[0, 4, 11, 13]), "sequence 2 takes rows 11 to 14; the tensor has 13 rows"),
+        ],
+    )
+    def test_debug_checks_finds_values_that_break_the_layouts_promises(self, values, message):
+        layout = ThdLayout.from_cu_seqlens(
+            torch.tensor(values.get("n", [0, 3, 5, 9]), dtype=torch.int32),
+            cu_seqlens_q_padded=torch.tensor(values.get("padded", [0, 4, 8, 13]), dtype=torch.int32),
+            max_seqlen_q=4,
+        )
+        with debug_checks():
+            if message is None:
+                thd_attention(self.q, self.k, self.v, layout)
+            else:
+                with pytest.raises(ValueError, match=message):
+                    thd_attention(self.q, self.k, self.v, layout)
+
+
+class TestCompile:
+    def test_no_graph_break_and_two_compilations_over_lengths(self):
+        torch._dynamo.reset()
+        batch = Packed([9, 12, 3], [1, 0, 2], tail=5)
+        q, k, v = (x.requires_grad_() for x in batch.qkv(4, 2, 8, 8, torch.float32, CPU))
+        do = batch.random("o", 4, 8, torch.float32, CPU)
+        graphs = []
+
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return graph
+
+        def step(q, k, v, layout):
+            return thd_attention(q, k, v, layout)
+
+        compiled = torch.compile(step, fullgraph=True, backend=backend)
+        for longest in range(12, 22):
+            layout = ThdLayout.from_cu_seqlens(
+                batch.tensor(prefix(batch.n), CPU), cu_seqlens_q_padded=batch.tensor(batch.padded_q, CPU), max_seqlen_q=longest
+            )
+            got = compiled(q, k, v, layout)
+            wanted = thd_attention(q, k, v, layout)
+            assert torch.equal(got, wanted)
+            for a, b in zip(torch.autograd.grad(got, (q, k, v), do), torch.autograd.grad(wanted, (q, k, v), do)):
+                assert torch.equal(a, b)
+        assert len(graphs) <= 2
+
+    def test_the_operators_satisfy_opcheck(self):
+        from te_thd_bridge import ops
+
+        q, k, v = (x.requires_grad_() for x in PLAIN.qkv(4, 2, 8, 8, torch.float32, CPU, fill=0.0))
+        cu, padded = (PLAIN.tensor(values, CPU) for values in (prefix(PLAIN.n), PLAIN.padded_q))
+        sink = torch.randn(4, requires_grad=True)
+        plain = (cu, cu.clone(), [padded], [0], [1], [0] * 9, 4, 4, "any", sink, None, 13, "padding_causal", None, [-1, -1], 0.0, False, True, "auto")
+        torch.library.opcheck(ops.attention, (q, k, v, *plain), test_utils=["test_schema", "test_autograd_registration", "test_faketensor"])
+        out, lse, _ = ops.attention(q, k, v, *plain)
+        arguments = (torch.randn_like(out), out.detach(), lse, q.detach(), k.detach(), v.detach(), *plain)
+        torch.library.opcheck(ops.attention_backward, arguments, test_utils=["test_schema", "test_faketensor"])
