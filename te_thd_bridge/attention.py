@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import execution
+from .checks import check
 from .execution import Options
 from .layout import ThdLayout
 from .ops import traced_attention
@@ -67,7 +68,7 @@ def thd_attention(
         out, lse, max_logit = traced_attention(q, k, v, layout, options, softmax_offset, out)
     else:
         if not isinstance(q, Tensor) or not isinstance(layout, ThdLayout):
-            execution.check(q, k, v, layout, options)
+            check(q, k, v, layout, options)
         rng_state = execution.draw_rng_state(q.device) if dropout_p else None
         if torch.is_grad_enabled() and _requires_grad(q, k, v, softmax_offset):
             out, lse, max_logit = _Attention.apply(q, k, v, softmax_offset, out, rng_state, layout, options)

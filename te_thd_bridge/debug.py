@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Iterator
 
-from torch import Tensor
-
 from .layout import PORTS, QUERY_PORTS, ThdLayout
+from .spec import AttentionSpec
 
 _enabled: ContextVar[bool] = ContextVar("te_thd_bridge_debug_checks", default=False)
 
@@ -31,8 +30,8 @@ def enabled() -> bool:
     return _enabled.get()
 
 
-def check_values(layout: ThdLayout, tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError for what `debug_checks` lists; ``tensors`` maps ports to the tensors that are bound."""
+def check_values(layout: ThdLayout, spec: AttentionSpec, rows: dict[str, int]) -> None:
+    """Raise ValueError for what `debug_checks` lists; ``rows`` maps ports to the row counts of their tensors."""
     lengths = {}
     for side, prefix, longest in (
         ("q", layout.cu_seqlens_q.tolist(), layout.max_seqlen_q),
@@ -45,14 +44,13 @@ def check_values(layout: ThdLayout, tensors: dict[str, Tensor]) -> None:
             if length > longest:
                 raise ValueError(f"cu_seqlens_{side}: sequence {i} has {length} tokens; max_seqlen_{side} promises at most {longest}")
     for port in PORTS:
-        if port in tensors:
-            _check_port(layout, port, tensors[port], lengths["q" if port in QUERY_PORTS else "kv"])
+        if port in rows:
+            _check_port(layout, spec, port, rows[port], lengths["q" if port in QUERY_PORTS else "kv"])
 
 
-def _check_port(layout: ThdLayout, port: str, tensor: Tensor, lengths: list[int]) -> None:
-    offset = layout.offsets[port]
-    n, d = offset.tokens_as_fraction(tensor.stride(0) * tensor.element_size(), tensor.element_size(), port)
-    rows, taken = tensor.shape[0], []
+def _check_port(layout: ThdLayout, spec: AttentionSpec, port: str, rows: int, lengths: list[int]) -> None:
+    offset, taken = layout.offsets[port], []
+    n, d = spec.offset_fraction(offset, port)
     for i, (value, length) in enumerate(zip(offset.values.tolist(), lengths)):
         if value * n % d:
             raise ValueError(

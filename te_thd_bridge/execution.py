@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from . import debug
-from .layout import ThdLayout
+from .checks import ALIGNMENT_BYTES, band_of, check, strides_fit
+from .layout import GRADIENT_OF, ThdLayout
 from .plans import BackwardTensors, ForwardTensors
 from .plans.graph import UnsupportedByGraph, compute_capability, direct_form, served_head_dims
 from .plans.no_rows import NoRowsPlan
-from .plans.select import PLAN_NAMES, BuiltPlan, plan_cache
-from .spec import MASKS, AttentionSpec, Band
+from .plans.select import BuiltPlan, plan_cache
+from .spec import AttentionSpec
 
-#: cuDNN and the copy kernels move 16 bytes at a time.
-_ALIGNMENT_BYTES = 16
 _CALLS_KEPT = 4096
+_ADDRESSED_ELEMENTS = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,9 @@ class Call:
     options: Options
     rows_out: int
     forward_plan: BuiltPlan
-    #: backward plans by do's strides; {} until a backward is first prepared
+    #: Slices of heads that the backward takes one by one; 1 unless a tensor has 2^31 elements or more.
+    head_slices: int
+    #: Backward plans by do's strides; () where one plan takes any.
     backward_plans: dict[tuple[int, ...], BuiltPlan]
 
 
@@ -74,12 +76,11 @@ def forward(
     Shapes as in `thd_attention`; rng_state is `draw_rng_state`'s where options.dropout_p is not 0.
     needs_backward: the backward's plan is found now, so that a refusal comes before anything is launched.
     """
-    if q.is_cuda:
-        q, k, v = (_readable(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v)))
-    call = find_call(q, k, v, layout, options, softmax_offset, out, needs_lse, needs_backward)
+    q, k, v, call = find_call(q, k, v, layout, options, softmax_offset, out, needs_lse, needs_backward)
     spec = call.spec
     if debug.enabled():
-        debug.check_values(layout, {"q": q, "k": k, "v": v} if out is None else {"q": q, "k": k, "v": v, "o": out})
+        rows = {"q": q.shape[0], "k": k.shape[0], "v": v.shape[0], "o": call.rows_out, "stats": q.shape[0]}
+        debug.check_values(layout, spec, rows)
     if out is None:
         out = q.new_empty((call.rows_out, spec.heads_q, spec.dim_v))
     lse = q.new_empty((q.shape[0], spec.heads_q), dtype=_statistics_dtype(q.dtype)) if spec.needs_lse else None
@@ -105,14 +106,34 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, d_softmax_offset or None), contiguous, for the call that `forward` returned."""
     if q.is_cuda:
-        q, k, v = (_readable(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v)))
-        do = _readable("the gradient of out", do, quiet=True)
-    built = _backward_plan(call, q, do)
+        q, k, v, do = (_readable(name, tensor, quiet=True) for name, tensor in (("q", q), ("k", k), ("v", v), ("do", do)))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_sink = torch.empty_like(softmax_offset) if needs_sink_gradient else None
-    built.calls += 1
-    built.plan.backward(BackwardTensors(q, k, v, out, lse, do, dq, dk, dv, softmax_offset, d_sink, rng_state), layout)
+    tensors = BackwardTensors(q, k, v, out, lse, do, dq, dk, dv, softmax_offset, d_sink, rng_state)
+    if call.head_slices > 1:
+        _backward_by_heads(tensors, layout, call)
+    else:
+        built = _backward_plan(call, q, do)
+        built.calls += 1
+        built.plan.backward(tensors, layout)
     return dq, dk, dv, d_sink
+
+
+def _backward_by_heads(tensors: BackwardTensors, layout: ThdLayout, call: Call) -> None:
+    """The backward in slices of heads, each copied so that no tensor outgrows what cuDNN's kernels address."""
+    t, built = tensors, _backward_plan(call, tensors.q, None)
+    for part in range(call.head_slices):
+        heads = {}
+        for name, tensor in (("q", t.q), ("k", t.k), ("v", t.v), ("out", t.out), ("lse", t.lse), ("do", t.do)):
+            heads[name] = tensor.chunk(call.head_slices, 1)[part].clone(memory_format=torch.contiguous_format)
+        sinks = [None if x is None else x.chunk(call.head_slices)[part].contiguous() for x in (t.softmax_offset, t.d_softmax_offset)]
+        gradients = [torch.empty_like(heads[name]) for name in ("q", "k", "v")]
+        built.calls += 1
+        built.plan.backward(BackwardTensors(*heads.values(), *gradients, *sinks), layout)
+        for whole, gradient in zip((t.dq, t.dk, t.dv), gradients):
+            whole.chunk(call.head_slices, 1)[part].copy_(gradient)
+        if sinks[1] is not None:
+            t.d_softmax_offset.chunk(call.head_slices)[part].copy_(sinks[1])
 
 
 def draw_rng_state(device: torch.device) -> Tensor:
@@ -131,21 +152,17 @@ def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _readable(name: str, tensor: Tensor, quiet: bool = False) -> Tensor:
     """The tensor, or a contiguous copy where a kernel can't read it as it lies."""
-    if tensor.stride(-1) == 1 and tensor.data_ptr() % _ALIGNMENT_BYTES == 0 and all(_strides_fit(tensor)):
+    if tensor.dim() != 3:
+        return tensor  # `check` has the words for it
+    if tensor.stride(-1) == 1 and tensor.data_ptr() % ALIGNMENT_BYTES == 0 and all(strides_fit(tensor)):
         return tensor
     if not quiet:
         warnings.warn(
             f"{name}: got strides {tensor.stride()}; a contiguous copy is made on every call "
-            f"(read as they are: a last dimension of stride 1, everything else on {_ALIGNMENT_BYTES}-byte boundaries)",
-            stacklevel=4,
+            f"(read as they are: a last dimension of stride 1, everything else on {ALIGNMENT_BYTES}-byte boundaries)",
+            stacklevel=5,
         )
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _strides_fit(tensor: Tensor) -> tuple[bool, bool]:
-    unit = _ALIGNMENT_BYTES // tensor.element_size()
-    row, head, _ = tensor.stride()
-    return row % unit == 0 and (row > 0 or tensor.shape[0] == 1), head % unit == 0 and (head > 0 or tensor.shape[1] == 1)
 
 
 def find_call(
@@ -158,8 +175,11 @@ def find_call(
     out: Tensor | None,
     needs_lse: bool,
     needs_backward: bool,
-) -> Call:
-    """The call of this signature; raises as `thd_attention` does where it can't be served."""
+) -> tuple[Tensor, Tensor, Tensor, Call]:
+    """(q, k, v as a plan can read them, the call of this signature); raises as `thd_attention` does."""
+    given_strides = (q.stride(0), k.stride(0), v.stride(0)) if layout.units and q.dim() == k.dim() == v.dim() == 3 else None
+    if q.is_cuda:
+        q, k, v = (_readable(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v)))
     key = (
         q.shape,
         k.shape,
@@ -177,17 +197,18 @@ def find_call(
         None if out is None else (out.shape, out.stride(), out.dtype, out.get_device()),
         needs_lse or needs_backward,
         needs_backward,
+        given_strides,
     )
     call = _calls.get(key)
     if call is None:
-        call = _prepare(q, k, v, layout, options, softmax_offset, out, needs_lse or needs_backward, needs_backward)
+        call = _prepare(q, k, v, layout, options, softmax_offset, out, needs_lse or needs_backward, needs_backward, given_strides)
         if len(_calls) >= _CALLS_KEPT:
             _calls.popitem(last=False)
         _calls[key] = call
-    return call
+    return q, k, v, call
 
 
-def _prepare(q, k, v, layout, options, softmax_offset, out, needs_lse, needs_backward) -> Call:
+def _prepare(q, k, v, layout, options, softmax_offset, out, needs_lse, needs_backward, given_strides) -> Call:
     check(q, k, v, layout, options, softmax_offset, out)
     rows_out = q.shape[0] if out is None else out.shape[0]
     strides = {"q": q.stride()[:2], "k": k.stride()[:2], "v": v.stride()[:2]}
@@ -214,9 +235,11 @@ def _prepare(q, k, v, layout, options, softmax_offset, out, needs_lse, needs_bac
         max_logit=options.max_logit,
         strides=tuple(sorted(strides.items())),
     )
+    if given_strides is not None:
+        spec = replace(spec, offset_strides=_offset_strides(spec, layout, given_strides))
     if 0 in (spec.batch, spec.max_q, spec.max_kv):
         built = BuiltPlan(NoRowsPlan(spec), "both")
-        return Call(spec, options, rows_out, built, {(): built})
+        return Call(spec, options, rows_out, built, 1, {(): built})
     pinned = _pinned(options.plan, q)
     built = None
     bound = direct_form(spec, layout) if pinned != "reference" else ()
@@ -225,10 +248,44 @@ def _prepare(q, k, v, layout, options, softmax_offset, out, needs_lse, needs_bac
             built = plan_cache.get(replace(spec, bound=bound), "fwd", pinned)
         except UnsupportedByGraph:
             pass  # this frontend or GPU wants converted offsets
-    call = Call(spec, options, rows_out, built or _plan(spec, "fwd", pinned), {})
+    slices = _head_slices(spec) if needs_backward and pinned != "reference" else 1
+    call = Call(spec, options, rows_out, built or _plan(spec, "fwd", pinned), slices, {})
     if needs_backward:
         _backward_plan(call, q, None)
     return call
+
+
+def _offset_strides(spec: AttentionSpec, layout: ThdLayout, given: tuple[int, int, int]) -> tuple[tuple[str, int], ...]:
+    """`AttentionSpec.offset_strides`: element and byte offsets count in the tensor that the caller holds."""
+    strides = {"q": given[0], "k": given[1], "v": given[2], "o": spec.stride("o")[0], "stats": spec.heads_q}
+    strides |= {"do": spec.heads_q * spec.dim_v, "dq": spec.heads_q * spec.dim_qk, "dk": spec.heads_kv * spec.dim_qk, "dv": spec.heads_kv * spec.dim_v}
+    for gradient, tensor in GRADIENT_OF.items():
+        if layout.offsets[gradient] is layout.offsets[tensor]:
+            strides[gradient] = strides[tensor]
+    counted = {port: stride * spec.itemsize(port) for port, stride in strides.items() if layout.offsets[port].unit != "token"}
+    for port in strides:  # a multiplier that doesn't divide the stride is refused here, before anything is launched
+        layout.offsets[port].tokens_as_fraction(counted.get(port, 0), spec.itemsize(port), port)
+    return tuple(sorted(counted.items()))
+
+
+def _head_slices(spec: AttentionSpec) -> int:
+    """The fewest slices of heads whose tensors cuDNN's backward addresses.
+
+    Its dQ and dK/dV passes wrap at 2^31 elements: measured on an H200 with cuDNN 9.19, 4200 sequences of 128 tokens and
+    32 heads of 128 gave wrong gradients without an error.
+    """
+    largest = max(spec.tokens_q, spec.tokens_o) * spec.heads_q * max(spec.dim_qk, spec.dim_v)
+    largest = max(largest, spec.tokens_kv * spec.heads_q * max(spec.dim_qk, spec.dim_v))  # dK and dV before heads are reduced
+    if largest < _ADDRESSED_ELEMENTS:
+        return 1
+    for slices in range(2, spec.heads_kv + 1):
+        if spec.heads_kv % slices == 0 and largest // slices < _ADDRESSED_ELEMENTS and not spec.dropout_p:
+            return slices
+    raise ValueError(
+        f"q, k, v: {spec.tokens_q} and {spec.tokens_kv} rows of {spec.heads_q} heads and {spec.dim_qk} channels are more elements than cuDNN's "
+        f"backward addresses ({_ADDRESSED_ELEMENTS}), and {spec.heads_kv} key heads{' with dropout' if spec.dropout_p else ''} can't be taken in "
+        "slices that fit; accepted are fewer rows a call"
+    )
 
 
 def _backward_plan(call: Call, q: Tensor, do: Tensor | None) -> BuiltPlan:
@@ -248,9 +305,19 @@ def _backward_plan(call: Call, q: Tensor, do: Tensor | None) -> BuiltPlan:
         sizes = {"batch": forward_sizes.batch}
         if spec.dropout_p:
             sizes.update(max_q=forward_sizes.max_q, max_kv=forward_sizes.max_kv)
+        if call.head_slices > 1:
+            h, h_kv = spec.heads_q // call.head_slices, spec.heads_kv // call.head_slices
+            sizes.update(heads_q=h, heads_kv=h_kv)
+            strides = {port: (heads * dim, dim) for port, heads, dim in _contiguous_ports(h, h_kv, spec.dim_qk, spec.dim_v)}
         wanted = replace(spec, needs_lse=True, max_logit=False, strides=tuple(sorted(strides.items())), **sizes)
         built = call.backward_plans[do_strides] = _plan(wanted, "bwd", _pinned(call.options.plan, q))
     return built
+
+
+def _contiguous_ports(heads_q: int, heads_kv: int, dim_qk: int, dim_v: int) -> list[tuple[str, int, int]]:
+    """(port, heads, channels) of every port but stats."""
+    wide = [(port, heads_q, dim_qk) for port in ("q", "dq")] + [(port, heads_q, dim_v) for port in ("o", "do")]
+    return wide + [(port, heads_kv, dim_qk) for port in ("k", "dk")] + [(port, heads_kv, dim_v) for port in ("v", "dv")]
 
 
 def _plan(spec: AttentionSpec, direction: str, pinned: str) -> BuiltPlan:
@@ -276,84 +343,3 @@ def _pinned(plan: str, q: Tensor) -> str:
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise TypeError(f"q: got dtype {q.dtype}; GPU plans take torch.float16 and torch.bfloat16 (plan='reference' takes any float dtype)")
     return "" if plan == "auto" else plan
-
-
-def band_of(mask: str, window: tuple[int, int]) -> Band:
-    """The keys a mask and a window leave; a causal mask bounds the right side at the diagonal whatever the window says."""
-    if mask not in MASKS:
-        raise ValueError(f"mask: got {mask!r}; accepted are {', '.join(map(repr, MASKS))}")
-    try:
-        left, right = (int(bound) for bound in window)
-    except (TypeError, ValueError):
-        raise TypeError(f"window: got {window!r}; accepted is a pair of ints (left, right)") from None
-    if left < -1 or right < -1:
-        raise ValueError(f"window: got {(left, right)}; accepted are tokens to the left and right of the diagonal, -1 for unbounded")
-    mask_right, bottom_right = MASKS[mask]
-    return Band(left, mask_right if mask_right >= 0 else right, bottom_right)
-
-
-def check(q, k, v, layout, options: Options, softmax_offset=None, out=None) -> None:
-    """Everything that can be said without a look at the device; see `thd_attention` for the contract."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}; accepted is a tensor [T, H, D]")
-        if tensor.dim() != 3:
-            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; accepted is [T, H, D]")
-        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}; accepted are torch.float16, bfloat16, float32 and float64")
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}; accepted is the dtype of q, {q.dtype}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name}: got device {tensor.device}; accepted is the device of q, {q.device}")
-    if not isinstance(layout, ThdLayout):
-        raise TypeError(f"layout: got {type(layout).__name__}; accepted is a ThdLayout (ThdLayout.from_packed_seq_params makes one)")
-    if layout.device != q.device:
-        raise ValueError(f"layout: got tensors on {layout.device}; accepted is the device of q, {q.device}")
-    if k.shape[0] != v.shape[0]:
-        raise ValueError(f"v: got {v.shape[0]} rows; accepted are the {k.shape[0]} rows of k")
-    if k.shape[1] != v.shape[1]:
-        raise ValueError(f"v: got {v.shape[1]} heads; accepted are the {k.shape[1]} heads of k")
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(f"k: got head dim {k.shape[2]}; accepted is the head dim of q, {q.shape[2]}")
-    if 0 in (q.shape[1], k.shape[1], q.shape[2], v.shape[2]):
-        raise ValueError(f"q, k, v: got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; accepted are at least one head and one channel")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"k: got {k.shape[1]} heads for {q.shape[1]} of q; accepted are numbers of heads that divide it")
-    band_of(options.mask, options.window)
-    if options.scale is not None and not (isinstance(options.scale, (int, float)) and math.isfinite(options.scale)):
-        raise TypeError(f"scale: got {options.scale!r}; accepted is a finite float or None for 1/sqrt(head dim)")
-    if not isinstance(options.dropout_p, (int, float)) or not 0.0 <= options.dropout_p < 1.0:
-        raise ValueError(f"dropout_p: got {options.dropout_p!r}; accepted is a float of at least 0 and below 1")
-    if options.dropout_p and options.mask.endswith("bottom_right") and q.is_cuda and options.plan != "reference":
-        raise ValueError("dropout_p: cuDNN's backward has no dropout under a bottom-right causal mask; accepted there is 0")
-    if options.plan not in PLAN_NAMES and not options.plan.startswith("cudnn:"):
-        raise ValueError(f"plan: got {options.plan!r}; accepted are {', '.join(map(repr, PLAN_NAMES))} and 'cudnn:' with part of an engine's name")
-    _check_softmax_offset(softmax_offset, q)
-    _check_out(out, q, v)
-
-
-def _check_softmax_offset(softmax_offset: Any, q: Tensor) -> None:
-    if softmax_offset is None:
-        return
-    if softmax_offset.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"softmax_offset: got dtype {softmax_offset.dtype}; accepted is torch.float32")
-    if softmax_offset.shape != (q.shape[1],):
-        raise ValueError(f"softmax_offset: got shape {tuple(softmax_offset.shape)}; accepted are [{q.shape[1]}] and [1, {q.shape[1]}, 1, 1]")
-    if softmax_offset.device != q.device:
-        raise ValueError(f"softmax_offset: got device {softmax_offset.device}; accepted is the device of q, {q.device}")
-
-
-def _check_out(out: Any, q: Tensor, v: Tensor) -> None:
-    if out is None:
-        return
-    if not isinstance(out, Tensor) or out.dim() != 3 or tuple(out.shape[1:]) != (q.shape[1], v.shape[2]):
-        got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise ValueError(f"out: got {got}; accepted is a tensor [T_o, {q.shape[1]}, {v.shape[2]}]")
-    if out.dtype != q.dtype:
-        raise TypeError(f"out: got dtype {out.dtype}; accepted is the dtype of q, {q.dtype}")
-    if out.device != q.device:
-        raise ValueError(f"out: got device {out.device}; accepted is the device of q, {q.device}")
-    if out.stride(-1) != 1 or (out.is_cuda and (out.data_ptr() % _ALIGNMENT_BYTES or not all(_strides_fit(out)))):
-        raise ValueError(
-            f"out: got strides {out.stride()}; accepted is a last dimension of stride 1 and everything else on {_ALIGNMENT_BYTES}-byte boundaries"
-        )

@@ -20,7 +20,7 @@ PORTS = ("q", "k", "v", "o", "stats", "do", "dq", "dk", "dv")
 #: Ports whose rows are query rows; the others hold key rows.
 QUERY_PORTS = frozenset(("q", "o", "stats", "do", "dq"))
 #: A gradient lies where the tensor it belongs to lies, unless its own offset says otherwise.
-_GRADIENT_OF = {"do": "o", "dq": "q", "dk": "k", "dv": "v"}
+GRADIENT_OF = {"do": "o", "dq": "q", "dk": "k", "dv": "v"}
 
 UNITS = ("token", "element", "byte")
 PADDING_MODES = ("any", "finite", "scrub")
@@ -98,6 +98,7 @@ class ThdLayout:
         "padding",
         "distinct_offsets",
         "offset_of_port",
+        "units",
         "signature",
         "products",
     )
@@ -129,6 +130,9 @@ class ThdLayout:
         #: The RaggedOffsets without repetition, and each port's place among them.
         self.distinct_offsets = tuple(distinct)
         self.offset_of_port = tuple(of_port)
+        #: (unit, multiplier) of each distinct offset, or () where all count tokens by one.
+        units = tuple((offset.unit, offset.multiplier) for offset in distinct)
+        self.units = () if all(unit == ("token", 1) for unit in units) else (self.offset_of_port, units)
         #: All that a plan may depend on besides the values: sizes, units, and which ports share an offset.
         self.signature = (
             self.device.type,
@@ -219,7 +223,7 @@ class ThdLayout:
         bound = {port: starts_q if port in QUERY_PORTS else starts_kv for port in PORTS}
         own = _check_offsets(offsets, device, batch)
         bound.update(own)
-        for gradient, tensor in _GRADIENT_OF.items():
+        for gradient, tensor in GRADIENT_OF.items():
             if gradient not in own:
                 bound[gradient] = bound[tensor]
 

@@ -136,7 +136,7 @@ def attention_backward(
         cu_seqlens_q, cu_seqlens_kv, offset_values, offset_units, offset_multipliers, offset_of_port, max_seqlen_q, max_seqlen_kv, padding
     )
     options = Options(mask, scale, (window[0], window[1]), dropout_p, deterministic, max_logit, plan)
-    call = execution.find_call(q, k, v, layout, options, softmax_offset, out, needs_lse=True, needs_backward=True)
+    q, k, v, call = execution.find_call(q, k, v, layout, options, softmax_offset, out, needs_lse=True, needs_backward=True)
     dq, dk, dv, d_sink = execution.backward(
         q, k, v, out, lse, do, layout, call, softmax_offset=softmax_offset, rng_state=rng_state, needs_sink_gradient=softmax_offset is not None
     )

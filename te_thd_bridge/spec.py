@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from .layout import RaggedOffset
 
 #: A mask's right bound and diagonal, by the name callers use.  TransformerEngine's "no_mask" and "causal" mean their
 #: padding forms in THD.
@@ -42,6 +46,9 @@ class AttentionSpec:
     strides: {port: (row stride, head stride)} in elements as a sorted tuple of pairs; channels have stride 1.
     bound:   {port: multiplier} as a sorted tuple of pairs where the caller's int32 prefixes are bound as they are, with
              cu_seqlens as cu_seq_len; empty where offsets and lengths are converted.
+    offset_strides: {port: row stride in bytes} as a sorted tuple of pairs, for ports whose offsets count elements or
+             bytes: of the caller's tensor, for a gradient that follows its tensor of that tensor.  It can differ from
+             ``strides``, which are those of the memory that is read or written.
     sink:    a softmax_offset takes part.  max_logit: the forward also reports each row's largest logit.
     """
 
@@ -66,6 +73,7 @@ class AttentionSpec:
     max_logit: bool
     strides: tuple[tuple[str, tuple[int, int]], ...]
     bound: tuple[tuple[str, int], ...] = ()
+    offset_strides: tuple[tuple[str, int], ...] = ()
 
     def stride(self, port: str) -> tuple[int, int]:
         """(row stride, head stride) of a port, in elements."""
@@ -73,3 +81,11 @@ class AttentionSpec:
             if name == port:
                 return pair
         raise KeyError(port)
+
+    def itemsize(self, port: str) -> int:
+        """Bytes of one element of a port's tensor; stats are fp32, fp64 for fp64 inputs."""
+        return max(4, self.dtype.itemsize) if port == "stats" else self.dtype.itemsize
+
+    def offset_fraction(self, offset: "RaggedOffset", port: str) -> tuple[int, int]:
+        """``(n, d)``: sequence i of a port starts at row values[i] * n // d."""
+        return offset.tokens_as_fraction(dict(self.offset_strides).get(port, 0), self.itemsize(port), port)

@@ -125,6 +125,26 @@ def test_strided_inputs_are_read_where_they_lie(form):
     assert torch.equal(thd_attention(*views, batch.layout(CPU)), thd_attention(q, k, v, batch.layout(CPU)))
 
 
+@pytest.mark.parametrize("unit", ["element", "byte"])
+def test_offsets_in_elements_count_in_the_callers_tensor_and_so_do_their_gradients(unit):
+    q, k, v = PLAIN.qkv(4, 2, 8, 8, torch.float64, CPU)
+    fused = torch.full((13, 2, 3, 8), NAN, dtype=torch.float64)
+    fused[:, :, 1], fused[:, :, 2] = k, v
+    q, k_view, v_view = q.requires_grad_(), fused[:, :, 1].requires_grad_(), fused[:, :, 2].requires_grad_()
+    assert k_view.stride(0) == 48
+    starts = torch.tensor(PLAIN.padded_q) * 48 * (8 if unit == "byte" else 1)
+    offsets = {port: RaggedOffset(starts // 8, unit, 8) for port in ("k", "v")}
+    layout = ThdLayout.from_cu_seqlens(
+        PLAIN.tensor(prefix(PLAIN.n), CPU), cu_seqlens_q_padded=PLAIN.tensor(PLAIN.padded_q, CPU), max_seqlen_q=4, offsets=offsets
+    )
+    do = PLAIN.random("o", 4, 8, torch.float64, CPU)
+    out = thd_attention(q, k_view, v_view, layout)
+    true = PLAIN.truth(q, k, v, do=do)
+    assert relative(out, true.out) < 1e-12
+    for gradient, wanted in zip(torch.autograd.grad(out, (q, k_view, v_view), do), (true.dq, true.dk, true.dv)):
+        assert relative(gradient, wanted) < 1e-12
+
+
 def test_out_is_written_in_place_and_may_be_longer_than_q():
     batch = Packed([3, 2], [1, 0], own={"o": ([6, 1], 12, "token", 1, False)})
     q, k, v = batch.qkv(2, 2, 8, 8, torch.float64, CPU)

@@ -248,7 +248,7 @@ class GraphPlan:
         self._device_index = spec.device.index
         self.packed_stats = reads_packed_stats(compute_capability(self._device_index))
         self._lock = threading.Lock()
-        self._requests: dict[tuple[int, ...], WidenRequest] = {}
+        self._requests: dict[tuple, WidenRequest] = {}
         declared = spec
         if direction == "fwd" and spec.sink and spec.max_logit:
             declared = _without_sink(spec)  # the parts of the lse are wanted without the sink
@@ -345,17 +345,18 @@ class GraphPlan:
 
     def _product(self, layout: ThdLayout, q: Tensor, k: Tensor, out: Tensor) -> Widened:
         rows = (q.shape[0], k.shape[0], out.shape[0])
-        request = self._requests.get(rows)
+        key = (rows, layout.units)
+        request = self._requests.get(key)
         if request is None:
             if len(self._requests) >= 1024:
                 self._requests.clear()
-            request = self._requests[rows] = self._request(*rows)
+            request = self._requests[key] = self._request(layout, *rows)
         stream = torch._C._cuda_getCurrentRawStream(self._device_index)
         return widened(layout, request, stream, torch.cuda.is_current_stream_capturing())
 
-    def _request(self, rows_q: int, rows_kv: int, rows_o: int) -> WidenRequest:
+    def _request(self, layout: ThdLayout, rows_q: int, rows_kv: int, rows_o: int) -> WidenRequest:
         """Training asks for all nine ports in the forward, so that one launch serves the backward too."""
-        spec, itemsize = self.spec, self.spec.dtype.itemsize
+        spec = self.spec
         rows = {"k": rows_kv, "v": rows_kv, "dk": rows_kv, "dv": rows_kv, "o": rows_o, "do": rows_o}
         strides = dict(spec.strides)
         contiguous = {
@@ -368,7 +369,7 @@ class GraphPlan:
         for port in PORTS if spec.needs_lse else ("q", "k", "v", "o", "stats"):
             stats = port == "stats"
             row_stride = spec.heads_q if stats else strides[port][0] if port in strides else contiguous[port]
-            ports.append(PortGeometry(port, rows.get(port, rows_q), row_stride, 4 if stats else itemsize))
+            ports.append(PortGeometry(port, rows.get(port, rows_q), row_stride, spec.offset_fraction(layout.offsets[port], port)))
         return widen_request(tuple(ports), spec.band, spec.batch)
 
     def _execute(self, operands: list[Tensor], product: Widened, layout: ThdLayout, rng_state: Tensor | None) -> None:

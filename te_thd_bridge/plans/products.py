@@ -12,18 +12,22 @@ import torch
 from torch import Tensor
 
 from .. import metadata
-from ..layout import QUERY_PORTS, RaggedOffset, ThdLayout
+from ..layout import QUERY_PORTS, ThdLayout
 from ..spec import Band
 
 
 @dataclass(frozen=True)
 class PortGeometry:
-    """One tensor of the attention as far as its ragged offset is concerned; sizes in rows, elements and bytes."""
+    """One tensor of the attention as far as its ragged offset is concerned.
+
+    row_stride: elements, of the memory that an engine reads or writes.  fraction: (n, d) such that sequence i starts at
+    row values[i] * n // d.
+    """
 
     port: str
     rows: int
     row_stride: int
-    itemsize: int
+    fraction: tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,13 +115,12 @@ def _widen(layout: ThdLayout, request: WidenRequest, versions: int, *, tell: boo
     group_of: dict[str, int] = {}
     row_of: dict[str, int] = {}
     for geometry in request.ports:
-        offset: RaggedOffset = layout.offsets[geometry.port]
+        values, (n, d) = layout.offsets[geometry.port].values, geometry.fraction
         side = "q" if geometry.port in QUERY_PORTS else "kv"
-        n, d = offset.tokens_as_fraction(geometry.row_stride * geometry.itemsize, geometry.itemsize, geometry.port)
-        key = (id(offset.values), n, d, side, geometry.rows)
+        key = (id(values), n, d, side, geometry.rows)
         if key not in seen_groups:
             seen_groups[key] = len(groups)
-            groups.append(metadata.Origins(offset.values, n, d, side, geometry.rows))
+            groups.append(metadata.Origins(values, n, d, side, geometry.rows))
         group = group_of[geometry.port] = seen_groups[key]
         ragged = (group, geometry.row_stride)
         if ragged not in seen_ragged:

@@ -13,7 +13,7 @@ from typing import Iterator, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import QUERY_PORTS, ThdLayout
+from ..layout import PORTS, QUERY_PORTS, ThdLayout
 from ..spec import AttentionSpec, Band
 from . import BackwardTensors, ForwardTensors
 
@@ -43,14 +43,14 @@ class ReferencePlan:
         self._accumulate = torch.float64 if spec.dtype == torch.float64 else torch.float32
 
     def forward(self, tensors: ForwardTensors, layout: ThdLayout) -> None:
-        bound = {"q": tensors.q, "k": tensors.k, "v": tensors.v, "o": tensors.out}
+        bound = ("q", "k", "v", "o")
         if tensors.lse is not None:
-            bound["stats"] = tensors.lse
+            bound += ("stats",)
             tensors.lse.fill_(_NO_KEY)
         tensors.out.zero_()
         if tensors.max_logit is not None:
             tensors.max_logit.fill_(_NO_KEY)
-        for sequence in _sequences(layout, bound):
+        for sequence in _sequences(self.spec, layout, bound):
             keys, values = (x[sequence.rows(port)].to(self._accumulate) for port, x in (("k", tensors.k), ("v", tensors.v)))
             for first, end in _blocks(sequence.n):
                 logits, visible = self._logits(tensors.q[sequence.rows("q", first, end)], keys, sequence, first, end)
@@ -71,11 +71,10 @@ class ReferencePlan:
 
     def backward(self, tensors: BackwardTensors, layout: ThdLayout) -> None:
         t = tensors
-        bound = {"q": t.q, "k": t.k, "v": t.v, "o": t.out, "stats": t.lse, "do": t.do, "dq": t.dq, "dk": t.dk, "dv": t.dv}
         for gradient in (t.dq, t.dk, t.dv, t.d_softmax_offset):
             if gradient is not None:
                 gradient.zero_()
-        for sequence in _sequences(layout, bound):
+        for sequence in _sequences(self.spec, layout, PORTS):
             keys, values = (x[sequence.rows(port)].to(self._accumulate) for port, x in (("k", t.k), ("v", t.v)))
             d_keys, d_values = torch.zeros_like(keys), torch.zeros_like(values)
             for first, end in _blocks(sequence.n):
@@ -137,12 +136,12 @@ def _visible(band: Band, sequence: _Sequence, first: int, end: int, device: torc
     return visible
 
 
-def _sequences(layout: ThdLayout, bound: dict[str, Tensor]) -> Iterator[_Sequence]:
+def _sequences(spec: AttentionSpec, layout: ThdLayout, bound: tuple[str, ...]) -> Iterator[_Sequence]:
     prefix_q, prefix_kv = layout.cu_seqlens_q.tolist(), layout.cu_seqlens_kv.tolist()
     starts = {}
-    for port, tensor in bound.items():
-        offset, itemsize = layout.offsets[port], tensor.element_size()
-        numerator, denominator = offset.tokens_as_fraction(tensor.stride(0) * itemsize, itemsize, port)
+    for port in bound:
+        offset = layout.offsets[port]
+        numerator, denominator = spec.offset_fraction(offset, port)
         starts[port] = [value * numerator // denominator for value in offset.values.tolist()]
     for i in range(layout.batch):
         n, m = prefix_q[i + 1] - prefix_q[i], prefix_kv[i + 1] - prefix_kv[i]

@@ -120,7 +120,7 @@ def test_sinks_and_their_gradient_are_right(batch, options):
     sink = torch.randn(8, device=CUDA, generator=torch.Generator(CUDA).manual_seed(0)) * 2
     got, true = run(batch, sink=sink, **options), wanted(batch, sink=sink, **options)
     assert_right(batch, got, true)
-    assert relative(got[5], true.d_sink) < 6e-3
+    assert relative(got[5], true.d_sink) < 2e-2  # a sum over all rows of bf16 outputs that cancel
 
 
 def test_max_logit_looks_at_real_rows_only():
@@ -161,6 +161,23 @@ def test_strided_inputs_are_read_without_a_copy(form, recwarn):
         results.append((out, *torch.autograd.grad(out, leaves, do)))
     assert all(torch.equal(a, b) for a, b in zip(*results))
     assert not recwarn.list, "a copy would be announced"
+
+
+def test_offsets_in_elements_count_in_the_callers_tensor_even_where_it_is_copied():
+    q, k, v = LONG.qkv(8, 2, 128, 128, torch.bfloat16, CUDA)
+    fused = torch.stack([k, v], 2)
+    crooked = fused[:, :, 1].transpose(1, 2).contiguous().transpose(1, 2)
+    do, wanted_all = LONG.random("o", 8, 128, torch.bfloat16, CUDA), None
+    for view in (fused[:, :, 1], crooked):
+        offset = RaggedOffset(torch.tensor(LONG.padded_q, device=CUDA) * view.stride(0) // 8, "element", 8)
+        layout = ThdLayout.from_cu_seqlens(
+            LONG.tensor(prefix(LONG.n), CUDA), cu_seqlens_q_padded=LONG.tensor(LONG.padded_q, CUDA), max_seqlen_q=411, offsets={"v": offset}
+        )
+        leaves = [x.detach().requires_grad_() for x in (q, k, view)]
+        out = thd_attention(*leaves, layout, deterministic=True)
+        got = (out, *torch.autograd.grad(out, leaves, do))
+        wanted_all = wanted_all or run(LONG, deterministic=True)
+        assert torch.equal(got[0], wanted_all[0]) and all(torch.equal(a, b) for a, b in zip(got[1:], wanted_all[2:]))
 
 
 def test_a_layout_that_cannot_be_read_is_copied_with_a_warning():

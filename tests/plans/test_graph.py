@@ -149,7 +149,7 @@ def test_a_pinned_engine_that_derives_is_refused_not_run():
 
 
 def test_every_field_of_a_spec_can_reach_the_cache_key():
-    changed = {"band": Band(3, 0), "dtype": torch.float16, "device": torch.device("cuda", 1), "strides": (), "bound": (("q", 2),)}
+    changed = {"band": Band(3, 0), "dtype": torch.float16, "device": torch.device("cuda", 1), "strides": (), "bound": (("q", 2),), "offset_strides": (("q", 2),)}
     for name in SPEC.__dataclass_fields__:
         value = getattr(SPEC, name)
         other = changed[name] if name in changed else (not value) if isinstance(value, bool) else value + 1
