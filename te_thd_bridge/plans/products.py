@@ -86,9 +86,9 @@ def widened(layout: ThdLayout, request: WidenRequest, stream: int, capturing: bo
     """The layout's product for ``request``, launched on the current stream if it isn't there yet.
 
     Inside a CUDA-graph capture nothing is reused or kept: the launch becomes part of the graph, so that a replay
-    reads the values its tensors hold by then.
+    reads the values its tensors hold by then.  Nor is it for inference tensors, whose changes torch doesn't count.
     """
-    if capturing:
+    if capturing or layout.cu_seqlens_q.is_inference():
         return _widen(layout, request, 0, tell=False)
     key = (request, stream)
     versions = _versions(layout)
@@ -99,8 +99,6 @@ def widened(layout: ThdLayout, request: WidenRequest, stream: int, capturing: bo
 
 
 def _versions(layout: ThdLayout) -> int:
-    if layout.cu_seqlens_q.is_inference():
-        return 0  # torch counts no versions for inference tensors; `refresh` covers them
     total = layout.cu_seqlens_q._version + layout.cu_seqlens_kv._version
     for offset in layout.distinct_offsets:
         total += offset.values._version

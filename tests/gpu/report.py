@@ -38,7 +38,7 @@ def accuracy() -> list[dict]:
                 for mask in MASKS.values():
                     _one(row, dict(heads=heads, heads_kv=heads_kv, dim=dim, dim_v=dim_v, dtype=dtype, backward=backward), mask)
             rows.append(row)
-            print(row, flush=True)
+            print(json.dumps(row), flush=True)
     return rows
 
 
@@ -146,6 +146,13 @@ def microseconds(work, repeats: int = 50) -> float:
     return statistics.median(sum(times[i * per_call : (i + 1) * per_call]) for i in range(repeats))
 
 
+def copy_bandwidth() -> float:
+    """Bytes a microsecond, read and written, of a large copy on the device."""
+    source = torch.randn(1 << 29, dtype=torch.float32, device=CUDA)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / microseconds(lambda: target.copy_(source), 10)
+
+
 def offset_kernels() -> dict:
     b, heads, dim = 64, 32, 128
     cu = torch.arange(0, (b + 1) * 200, 200, dtype=torch.int32, device=CUDA)
@@ -154,11 +161,7 @@ def offset_kernels() -> dict:
     groups = [Origins(padded, 1, 1, "q", rows), Origins(padded, 1, 1, "kv", rows)]
     ragged = [(0, heads * dim), (1, 8 * dim), (0, heads)]
     made = metadata.widen(cu, cu, groups, Band(-1, 0), b, ragged)
-    big = torch.randn(1 << 30, dtype=torch.float32, device=CUDA)[: 1 << 29].view(-1)
-    target = torch.empty_like(big)
-    copy = microseconds(lambda: target.copy_(big), 10)
-    bandwidth = 2 * big.numel() * 4 / copy  # bytes a microsecond, read and written
-    del big, target
+    bandwidth = copy_bandwidth()
     result = {"widen B=64 us": microseconds(lambda: metadata.widen(cu, cu, groups, Band(-1, 0), b, ragged)), "copy TB/s": bandwidth / 1e6}
     outs = [torch.empty(rows, heads, dim, device=CUDA, dtype=torch.bfloat16) for _ in range(8)]
     turn = iter(range(1 << 30))
@@ -223,6 +226,7 @@ def main() -> None:
         print(name, json.dumps(value, indent=1), flush=True)
     results["accuracy"] = accuracy()
     results["plans"] = sorted({row["plan"] for row in plan_report()})
+    print(results["plans"])
     if len(sys.argv) > 1:
         with open(sys.argv[1], "w") as file:
             json.dump(results, file, indent=1)
