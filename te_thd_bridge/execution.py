@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import OrderedDict
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,7 +87,8 @@ def forward(
     lse = q.new_empty((q.shape[0], spec.heads_q), dtype=_statistics_dtype(q.dtype)) if spec.needs_lse else None
     max_logit = q.new_empty((spec.heads_q,), dtype=_statistics_dtype(q.dtype)) if spec.max_logit else None
     call.forward_plan.calls += 1
-    call.forward_plan.plan.forward(ForwardTensors(q, k, v, out, lse, max_logit, softmax_offset, rng_state), layout)
+    with _current_device(q):
+        call.forward_plan.plan.forward(ForwardTensors(q, k, v, out, lse, max_logit, softmax_offset, rng_state), layout)
     return out, lse, max_logit, call
 
 
@@ -110,12 +112,13 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_sink = torch.empty_like(softmax_offset) if needs_sink_gradient else None
     tensors = BackwardTensors(q, k, v, out, lse, do, dq, dk, dv, softmax_offset, d_sink, rng_state)
-    if call.head_slices > 1:
-        _backward_by_heads(tensors, layout, call)
-    else:
-        built = _backward_plan(call, q, do)
-        built.calls += 1
-        built.plan.backward(tensors, layout)
+    with _current_device(q):
+        if call.head_slices > 1:
+            _backward_by_heads(tensors, layout, call)
+        else:
+            built = _backward_plan(call, q, do)
+            built.calls += 1
+            built.plan.backward(tensors, layout)
     return dq, dk, dv, d_sink
 
 
@@ -144,6 +147,13 @@ def draw_rng_state(device: torch.device) -> Tensor:
 def plan_report() -> list[dict[str, Any]]:
     """The plans that are kept in this process: name, direction, device, what they serve, and how often each ran."""
     return plan_cache.report()
+
+
+def _current_device(tensor: Tensor) -> AbstractContextManager[None]:
+    """Kernels launch on the current device, which need not be the tensors'."""
+    if not tensor.is_cuda or torch.cuda.current_device() == tensor.get_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.get_device())
 
 
 def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -88,7 +88,7 @@ def widened(layout: ThdLayout, request: WidenRequest, stream: int, capturing: bo
     Inside a CUDA-graph capture nothing is reused or kept: the launch becomes part of the graph, so that a replay
     reads the values its tensors hold by then.  Nor is it for inference tensors, whose changes torch doesn't count.
     """
-    if capturing or layout.cu_seqlens_q.is_inference():
+    if capturing or any(tensor.is_inference() for tensor in _values(layout)):
         return _widen(layout, request, 0, tell=False)
     key = (request, stream)
     versions = _versions(layout)
@@ -99,10 +99,11 @@ def widened(layout: ThdLayout, request: WidenRequest, stream: int, capturing: bo
 
 
 def _versions(layout: ThdLayout) -> int:
-    total = layout.cu_seqlens_q._version + layout.cu_seqlens_kv._version
-    for offset in layout.distinct_offsets:
-        total += offset.values._version
-    return total
+    return sum(tensor._version for tensor in _values(layout))
+
+
+def _values(layout: ThdLayout) -> tuple[Tensor, ...]:
+    return (layout.cu_seqlens_q, layout.cu_seqlens_kv, *(offset.values for offset in layout.distinct_offsets))
 
 
 def _widen(layout: ThdLayout, request: WidenRequest, versions: int, *, tell: bool) -> Widened:
