@@ -60,8 +60,8 @@ class Packed:
         for port, (starts, rows, unit, multiplier, with_end) in self.own.items():
             step = {"token": 1, "element": 1, "byte": itemsize or 1}[unit] * (1 if unit == "token" else strides[port])
             values = [value * step for value in [*starts, rows][: len(starts) + with_end]]
-            if any(value % multiplier for value in values):
-                multiplier = 1
+            if unit != "token" and step % multiplier:
+                multiplier = 1  # it must divide the row stride
             offsets[port] = RaggedOffset(torch.tensor([value // multiplier for value in values], dtype=torch.int64, device=device), unit, multiplier)
         cu_q = self.tensor(prefix(self.n), device)
         padded = self.tensor(self.padded_q, device)
