@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from te_thd_bridge import RaggedOffset, ThdLayout, plan_report, thd_attention
+from te_thd_bridge.execution import Options, find_call
 from te_thd_bridge.plans.select import plan_cache
 
 from ..layouts import NAN, Packed, prefix, relative
@@ -313,6 +314,19 @@ def test_a_packed_caller_pays_for_no_kernel_but_the_engines():
     torch.cuda.synchronize()
     names = kernels(lambda: thd_attention(q, k, v, padded))
     assert len(names) == len(packed) + 1 and sum("clear" in name for name in names) == 1
+
+
+@pytest.mark.parametrize("options", [dict(), dict(window=(64, 0)), dict(mask="padding")], ids=["causal", "window", "full"])
+def test_int32_prefixes_are_bound_as_they_are_where_cudnn_takes_them(options):
+    cudnn = pytest.importorskip("cudnn")
+    if cudnn.backend_version() < 92400:
+        pytest.skip("needs cuDNN 9.24")
+    batch = Packed([300, 200, 0, 411, 64, 1, 128, 90], [84, 56, 3, 101, 64, 0, 7, 2], tail=37)
+    q, k, v = batch.qkv(8, 2, 128, 128, torch.bfloat16, CUDA)
+    chosen = Options(**options)
+    _, _, _, call = find_call(q, k, v, batch.layout(CUDA), chosen, None, None, needs_lse=True, needs_backward=False)
+    assert dict(call.forward_plan.plan.spec.bound) == {"q": 1024, "k": 256, "v": 256, "o": 1024, "stats": 8}
+    assert_right(batch, run(batch, **options), wanted(batch, **options))
 
 
 def test_the_callers_stream_is_used():
