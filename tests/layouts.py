@@ -55,10 +55,10 @@ class Packed:
         return torch.tensor(values, dtype=self.dtype, device=device)
 
     def layout(self, device, strides=None, itemsize=None, **kwargs) -> ThdLayout:
-        """strides: row stride in elements of each port with own offsets in elements or bytes."""
+        """strides, itemsize: row stride in elements, and bytes of one, of each port whose own offsets count in them."""
         offsets = {}
         for port, (starts, rows, unit, multiplier, with_end) in self.own.items():
-            step = {"token": 1, "element": 1, "byte": itemsize or 1}[unit] * (1 if unit == "token" else strides[port])
+            step = 1 if unit == "token" else strides[port] * (itemsize[port] if unit == "byte" else 1)
             values = [value * step for value in [*starts, rows][: len(starts) + with_end]]
             if unit != "token" and step % multiplier:
                 multiplier = 1  # it must divide the row stride

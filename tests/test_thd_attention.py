@@ -20,30 +20,13 @@ def run(batch, *, heads=4, heads_kv=2, dim=8, dim_v=8, dtype=torch.float64, devi
     sink = options.pop("sink", None)
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)] + ([] if sink is None else [sink.requires_grad_()])
     strides = {"k": heads_kv * dim, "v": heads_kv * dim_v, "o": heads * dim_v, "stats": heads}
-    layout = layout_of(batch, device, strides, q)
+    itemsize = dict.fromkeys("kvo", q.element_size()) | {"stats": max(4, q.element_size())}
+    layout = batch.layout(device, strides, itemsize)
     out = torch.full((batch.rows["o"], heads, dim_v), 7.0, dtype=dtype, device=device) if "o" in batch.own else None
     out, lse, max_logit = thd_attention(q, k, v, layout, softmax_offset=sink, return_lse=True, return_max_logit=True, out=out, **options)
     gradients = torch.autograd.grad(out, leaves, do, allow_unused=True)
     known = {key: options[key] for key in ("mask", "window", "scale") if key in options}
     return (out, lse, max_logit, *gradients), batch.truth(q, k, v, sink=sink, do=do, **known)
-
-
-def layout_of(batch, device, strides, q):
-    itemsize = {"k": q.element_size(), "v": q.element_size(), "o": q.element_size(), "stats": 8 if q.dtype == torch.float64 else 4}
-    layouts = {port: batch.layout(device, strides, itemsize[port]) for port in batch.own}
-    base = batch.layout(device, strides, q.element_size())
-    offsets = {port: layouts[port].offsets[port] for port in batch.own}
-    if not offsets:
-        return base
-    return ThdLayout.from_cu_seqlens(
-        base.cu_seqlens_q,
-        base.cu_seqlens_kv if batch.cross else None,
-        cu_seqlens_q_padded=base.offsets["q"].values,
-        cu_seqlens_kv_padded=batch.tensor(batch.padded_kv, device) if batch.cross else None,
-        max_seqlen_q=base.max_seqlen_q,
-        max_seqlen_kv=base.max_seqlen_kv,
-        offsets=offsets,
-    )
 
 
 def assert_right(batch, got, true, tolerance):

@@ -382,7 +382,7 @@ class GraphPlan:
         buffers = [*operands, *lengths, *offsets]
         if rng_state is not None:
             buffers += [rng_state[0:1], rng_state[1:2]]
-        workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.spec.device)
+        workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=operands[0].device)
         handle = _handle(self._device_index)
         frontend().set_stream(handle, torch._C._cuda_getCurrentRawStream(self._device_index))
         with self._lock:

@@ -27,7 +27,7 @@ def run(batch, *, heads=8, heads_kv=2, dim=128, dim_v=None, dtype=torch.bfloat16
     do = batch.random("o", heads, dim_v, dtype, CUDA, fill, seed=3)
     leaves = [x.requires_grad_(backward) for x in (q, k, v)] + ([] if sink is None else [sink.requires_grad_(backward)])
     strides = {"k": k.stride(0), "v": v.stride(0), "o": heads * dim_v}
-    layout = batch.layout(CUDA, strides, 2)
+    layout = batch.layout(CUDA, strides, dict.fromkeys(strides, 2))
     out = torch.full((batch.rows["o"], heads, dim_v), 7.0, dtype=dtype, device=CUDA) if "o" in batch.own else None
     out, lse = thd_attention(q, k, v, layout, softmax_offset=sink, return_lse=True, out=out, **options)
     return (out, lse, *torch.autograd.grad(out, leaves, do)) if backward else (out, lse)
