@@ -66,14 +66,21 @@ def check(q, k, v, layout, options, softmax_offset=None, out=None) -> None:
         raise ValueError("dropout_p: cuDNN's backward has no dropout under a bottom-right causal mask; accepted there is 0")
     if options.plan not in PLAN_NAMES and not options.plan.startswith("cudnn:"):
         raise ValueError(f"plan: got {options.plan!r}; accepted are {', '.join(map(repr, PLAN_NAMES))} and 'cudnn:' with part of an engine's name")
-    _check_softmax_offset(softmax_offset, q)
+    _check_softmax_offset(softmax_offset, q, options)
     _check_out(out, q, v)
 
 
-def _check_softmax_offset(softmax_offset: Any, q: Tensor) -> None:
+def check_address(out: Tensor) -> None:
+    """Refuse an ``out`` that starts where an engine can't write; strides are `check`'s."""
+    if out.is_cuda and out.data_ptr() % ALIGNMENT_BYTES:
+        raise ValueError(f"out: got an address of {out.data_ptr() % ALIGNMENT_BYTES} modulo {ALIGNMENT_BYTES}; accepted is one on a {ALIGNMENT_BYTES}-byte boundary")
+
+
+def _check_softmax_offset(softmax_offset: Any, q: Tensor, options) -> None:
     if softmax_offset is None:
         return
-    if softmax_offset.dtype not in (torch.float32, torch.float64):
+    by_reference = options.plan == "reference" or not q.is_cuda
+    if softmax_offset.dtype != torch.float32 and not (by_reference and softmax_offset.dtype == torch.float64):
         raise TypeError(f"softmax_offset: got dtype {softmax_offset.dtype}; accepted is torch.float32")
     if softmax_offset.shape != (q.shape[1],):
         raise ValueError(f"softmax_offset: got shape {tuple(softmax_offset.shape)}; accepted are [{q.shape[1]}] and [1, {q.shape[1]}, 1, 1]")
@@ -91,7 +98,7 @@ def _check_out(out: Any, q: Tensor, v: Tensor) -> None:
         raise TypeError(f"out: got dtype {out.dtype}; accepted is the dtype of q, {q.dtype}")
     if out.device != q.device:
         raise ValueError(f"out: got device {out.device}; accepted is the device of q, {q.device}")
-    if out.stride(-1) != 1 or (out.is_cuda and (out.data_ptr() % ALIGNMENT_BYTES or not all(strides_fit(out)))):
+    if out.stride(-1) != 1 or (out.is_cuda and not all(strides_fit(out))):
         raise ValueError(
             f"out: got strides {out.stride()}; accepted is a last dimension of stride 1 and everything else on {ALIGNMENT_BYTES}-byte boundaries"
         )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import debug
-from .checks import ALIGNMENT_BYTES, band_of, check, strides_fit
+from .checks import ALIGNMENT_BYTES, band_of, check, check_address, strides_fit
 from .layout import GRADIENT_OF, ThdLayout
 from .plans import BackwardTensors, ForwardTensors
 from .plans.graph import UnsupportedByGraph, compute_capability, direct_form, served_head_dims
@@ -77,8 +77,12 @@ def forward(
     Shapes as in `thd_attention`; rng_state is `draw_rng_state`'s where options.dropout_p is not 0.
     needs_backward: the backward's plan is found now, so that a refusal comes before anything is launched.
     """
+    if softmax_offset is not None:
+        softmax_offset = softmax_offset.contiguous()  # kernels and engines read [H_q] fp32 in a row
     q, k, v, call = find_call(q, k, v, layout, options, softmax_offset, out, needs_lse, needs_backward)
     spec = call.spec
+    if out is not None:
+        check_address(out)  # not part of a signature
     if debug.enabled():
         rows = {"q": q.shape[0], "k": k.shape[0], "v": v.shape[0], "o": call.rows_out, "stats": q.shape[0]}
         debug.check_values(layout, spec, rows)
@@ -109,6 +113,8 @@ def backward(
     """(dq, dk, dv, d_softmax_offset or None), contiguous, for the call that `forward` returned."""
     if q.is_cuda:
         q, k, v, do = (_readable(name, tensor, quiet=True) for name, tensor in (("q", q), ("k", k), ("v", v), ("do", do)))
+    if softmax_offset is not None:
+        softmax_offset = softmax_offset.contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_sink = torch.empty_like(softmax_offset) if needs_sink_gradient else None
     tensors = BackwardTensors(q, k, v, out, lse, do, dq, dk, dv, softmax_offset, d_sink, rng_state)

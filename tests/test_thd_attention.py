@@ -151,6 +151,9 @@ def test_a_sink_may_have_transformer_engines_shape():
     shaped = flat.view(1, 2, 1, 1).clone().requires_grad_()
     out = thd_attention(q, k, v, PLAIN.layout(CPU), softmax_offset=shaped)
     assert torch.equal(out, thd_attention(q, k, v, PLAIN.layout(CPU), softmax_offset=flat))
+    strided = torch.stack([flat, torch.full((2,), NAN)], 1)[:, 0]
+    assert not strided.is_contiguous()
+    assert torch.equal(out, thd_attention(q, k, v, PLAIN.layout(CPU), softmax_offset=strided))
     out.sum().backward()
     assert shaped.grad.shape == shaped.shape and shaped.grad.abs().sum() > 0
 

@@ -401,6 +401,19 @@ def test_fp32_is_refused_with_the_way_out():
     assert thd_attention(q, q, q, layout, plan="reference").shape == q.shape
 
 
+def test_what_an_engine_would_misread_is_refused():
+    q, k, v = LONG.qkv(8, 2, 128, 128, torch.bfloat16, CUDA)
+    layout, rows = LONG.layout(CUDA), LONG.rows["o"]
+    thd_attention(q, k, v, layout, out=torch.empty(rows, 8, 128, dtype=torch.bfloat16, device=CUDA))
+    crooked = torch.empty(rows * 1024 + 1, dtype=torch.bfloat16, device=CUDA)[1:].view(rows, 8, 128)
+    with pytest.raises(ValueError, match="out: got an address of 2 modulo 16"):
+        thd_attention(q, k, v, layout, out=crooked)
+    with pytest.raises(TypeError, match="softmax_offset: got dtype torch.float64; accepted is torch.float32"):
+        thd_attention(q, k, v, layout, softmax_offset=torch.zeros(8, dtype=torch.float64, device=CUDA))
+    strided = torch.randn(8, 2, device=CUDA)[:, 0]
+    assert torch.equal(*(thd_attention(q, k, v, layout, softmax_offset=sink) for sink in (strided, strided.clone())))
+
+
 def test_a_pinned_plan_runs_or_is_refused():
     q, k, v = LONG.qkv(8, 2, 128, 128, torch.bfloat16, CUDA)
     thd_attention(q, k, v, LONG.layout(CUDA), plan="cudnn")
