@@ -17,7 +17,7 @@ from te_thd_bridge.plans.buckets import batch_bucket, length_bucket, token_bucke
 from te_thd_bridge.plans.graph import GraphPlan, direct_form
 from te_thd_bridge.spec import AttentionSpec
 
-from ..layouts import BANDS, NAN, Packed, packed, relative
+from ..layouts import BANDS, NAN, Packed, packed
 from .emulated import install
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def run(batch, *, mask="padding_causal", window=(-1, -1), sink=None, max_logit=F
         d_sink = None if sink is None else poisoned(HEADS, dtype=torch.float32)
         tensors = BackwardTensors(q, k, v, forward.out, forward.lse, do, *gradients, sink, d_sink)
         GraphPlan(backward_spec, "bwd").backward(tensors, layout)
-        results |= {"dq": gradients[0], "dk": gradients[1], "dv": gradients[2], "d_sink": d_sink}
+        results |= {"dq": gradients[0], "dk": gradients[1], "dv": gradients[2], "d_sink": d_sink, "do": do[batch.real("o")].double()}
     return results, batch.truth(q, k, v, mask=mask, window=window, sink=sink, do=do)
 
 
@@ -84,7 +84,9 @@ def assert_right(batch, got, true):
     for name, port in (("o", "o"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
         if got.get(name) is not None:
             wanted = true.out if name == "o" else getattr(true, name)
-            assert relative(got[name], wanted) < TOLERANCE, name
+            # Gradients of short sequences are small differences of terms as large as the incoming gradient.
+            scale = wanted.norm() + (0.0 if name == "o" else got["do"].norm())
+            assert (got[name].double() - wanted).norm() <= TOLERANCE * scale, name
             assert (got[name][batch.padding(port)] == 0).all(), name
     if got["lse"] is not None:
         finite = torch.isfinite(true.lse)
