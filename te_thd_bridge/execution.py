@@ -57,6 +57,7 @@ class Call:
 
 
 _calls: OrderedDict[tuple, Call] = OrderedDict()
+plan_cache.on_eviction.append(_calls.clear)  # a call must not keep a plan alive that the cache let go
 
 
 def forward(

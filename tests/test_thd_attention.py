@@ -1,11 +1,16 @@
 """The public function against the oracle: real rows right and padding rows exactly zero, whatever the padding holds."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_thd_bridge import RaggedOffset, ThdLayout, debug_checks, plan_report, thd_attention
+from te_thd_bridge.execution import Options, find_call
+from te_thd_bridge.plans.select import plan_cache
 
 from .layouts import BANDS, NAN, Packed, packed, prefix, relative
 
@@ -209,6 +214,20 @@ def test_the_report_names_the_plan_that_ran():
     q, k, v = PLAIN.qkv(2, 2, 8, 8, torch.float64, CPU)
     thd_attention(q, k, v, PLAIN.layout(CPU), scale=0.123)
     assert any(row["plan"] == "reference" and row["calls"] for row in plan_report())
+
+
+def test_plans_that_the_cache_lets_go_are_gone():
+    q, k, v = PLAIN.qkv(2, 2, 8, 8, torch.float64, CPU)
+    layout = PLAIN.layout(CPU)
+
+    def plan(scale):
+        return find_call(q, k, v, layout, Options(scale=scale), None, None, needs_lse=False, needs_backward=False)[3].forward_plan
+
+    first = weakref.ref(plan(0.5))
+    for i in range(plan_cache.limit + 1):
+        plan(1.0 + i)
+    gc.collect()
+    assert first() is None and len(plan_report()) == plan_cache.limit
 
 
 class TestBadInput:

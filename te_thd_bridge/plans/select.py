@@ -6,7 +6,7 @@ import os
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -23,7 +23,7 @@ _SIZES = ("batch", "max_q", "max_kv", "tokens_q", "tokens_kv", "tokens_o")
 _REUSE_FACTOR = 2
 
 
-@dataclass
+@dataclass(eq=False)
 class BuiltPlan:
     plan: Plan
     direction: str
@@ -31,11 +31,15 @@ class BuiltPlan:
 
 
 class PlanCache:
-    """Plans by (spec, direction, pin), least recently used first out.  One lock guards all of it."""
+    """Plans by (spec, direction, pin), least recently used first out.  One lock guards all of it.
+
+    on_eviction: called when a plan is let go, for those who hold plans by other keys.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.builds = {"fwd": 0, "bwd": 0}
+        self.on_eviction: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._kept: OrderedDict[tuple, BuiltPlan] = OrderedDict()
         self._refused: OrderedDict[tuple, UnsupportedByGraph] = OrderedDict()
@@ -54,6 +58,7 @@ class PlanCache:
         with self._lock:
             self._kept.clear()
             self._refused.clear()
+            self._tell_of_eviction()
 
     def report(self) -> list[dict[str, Any]]:
         with self._lock:
@@ -73,10 +78,15 @@ class PlanCache:
                 raise
             if built.direction != "both":
                 self.builds[built.direction] += 1
-            while len(self._kept) > self.limit:
+            if len(self._kept) > self.limit:
                 self._kept.popitem(last=False)
+                self._tell_of_eviction()
         self._kept.move_to_end(key)
         return built
+
+    def _tell_of_eviction(self) -> None:
+        for forget in self.on_eviction:
+            forget()
 
     def _fitting(self, spec: AttentionSpec, direction: str, pinned: str) -> tuple | None:
         """The key of a kept plan that serves the spec with room to spare.
