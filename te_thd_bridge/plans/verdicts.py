@@ -12,9 +12,10 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..layout import ThdLayout
@@ -192,13 +193,14 @@ def _feed(verdict: Verdict, padding: str) -> tuple[str, tuple[str, ...]]:
 def _told(verdict: Verdict, feed: str, exposed: tuple[str, ...]) -> str:
     if feed == "as_is":
         return ""
-    danger = "may reach real rows, nobody has looked" if verdict.nan_safe is None else "reaches real rows"
     means = {
-        "sanitised_copies": "copies with 0 in padding go in",
-        "scrub": "non-finite padding is overwritten in place",
-        "promised": "the caller promises finite padding",
+        "sanitised_copies": "copies with 0 there go in",
+        "scrub": "what isn't finite there is overwritten in place",
+        "promised": "the caller promises finite values there",
     }
-    return f"; NaN in padding of {', '.join(exposed)} {danger}: {means[feed]}"
+    ports = ", ".join(exposed)
+    danger = f"NaN in padding of {ports} reaches real rows" if verdict.nan_safe is False else f"what NaN in padding of {ports} does is not known here"
+    return f"; {danger}: {means[feed]}"
 
 
 def _gap_obstacle(verdict: Verdict, layout: LayoutFacts) -> str | None:
@@ -225,7 +227,7 @@ def lookup(frontend_version: str, direction: str, row_name: str, knobs: Any, fac
     return table().lookup(frontend_version, direction, row_name, knobs, facts)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def table() -> VerdictTable:
     """The table that `lookup` reads; tests put another in its place."""
     return VerdictTable(json.loads(Path(__file__).with_name("verdicts_data.json").read_text(encoding="utf-8")))
