@@ -256,7 +256,11 @@ def knobs_by_name(knobs: Any) -> dict[str, int] | None:
 
 @dataclass(frozen=True)
 class Row:
-    """One engine of one release, as the table has it."""
+    """One engine of one release, as the table has it.
+
+    placement: among the plans for a ragged graph, ahead of cuDNN's own ("leads"), behind them ("trails"), or either
+    ("sometimes", and note says when).  An opt-in engine leads once it is offered.
+    """
 
     release: str
     direction: str
