@@ -184,7 +184,9 @@ def _layout_in(path: Path, padding: str) -> ThdLayout:
         params = _params_from_json(content) if content.lstrip()[:1] == b"{" else _params_from_torch(path)
         return ThdLayout.from_packed_seq_params(params, padding=padding)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(f"--packed-seq-params: {path}: {error}") from error
+        raise ValueError(
+            f"--packed-seq-params: {path}: {error}; accepted are a PackedSeqParams written by torch.save and JSON of its fields"
+        ) from error
 
 
 def _params_from_json(content: bytes) -> SimpleNamespace:

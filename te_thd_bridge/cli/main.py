@@ -10,6 +10,8 @@ from typing import Sequence
 #: Command -> its help line.  Modules are imported when they run, so that no command pays for another.
 COMMANDS = {
     "demo": "show a padded batch and train-like passes over real text, with errors against a reference",
+    "explain": "rank the frontend's plans for an attention, with what each honours and how it can be served",
+    "doctor": "list versions, libraries that clash and known-bad combinations, and try the attention backends at hand",
 }
 
 

@@ -155,10 +155,10 @@ def rank(spec: AttentionSpec, direction: str, gpu: Gpu, *, frost: bool) -> Ranki
     """
     release, version = installed_frontend(), installed_cudnn()
     facts = AttentionFacts.of(spec, gpu.cc, version)
+    if release is None:
+        return _without_frontend(release, direction, facts, frost, "nvidia-cudnn-frontend is not installed here")
     if importlib.util.find_spec("cutlass") is None:
-        return _without_frontend(
-            release, direction, facts, frost, "CUTLASS DSL is not installed here, and without it the frontend offers none of its own engines"
-        )
+        return _without_frontend(release, direction, facts, frost, "CUTLASS DSL is not installed here: the frontend offers none of its own engines")
     with _device(gpu, frost):
         described = _described(gpu) if version is not None else None
         try:
