@@ -184,13 +184,14 @@ def _layout_in(path: Path, padding: str) -> ThdLayout:
         params = _params_from_json(content) if content.lstrip()[:1] == b"{" else _params_from_torch(path)
         return ThdLayout.from_packed_seq_params(params, padding=padding)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(
-            f"--packed-seq-params: {path}: {error}; accepted are a PackedSeqParams written by torch.save and JSON of its fields"
-        ) from error
+        raise ValueError(f"--packed-seq-params: {path}: {error}") from error
 
 
 def _params_from_json(content: bytes) -> SimpleNamespace:
-    values = json.loads(content)
+    try:
+        values = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"it is no JSON ({error}); accepted is an object of PackedSeqParams' fields") from error
     return SimpleNamespace(**{name: torch.tensor(value, dtype=torch.int32) if isinstance(value, list) else value for name, value in values.items()})
 
 
@@ -204,7 +205,7 @@ def _params_from_torch(path: Path) -> SimpleNamespace:
             saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a pickle can fail in any way
         raise ValueError(
-            f"it can't be read ({str(error).splitlines()[0]}); accepted are JSON, a PackedSeqParams or a dict of its fields saved by torch"
+            "it is neither JSON nor saved by torch; accepted are JSON, a PackedSeqParams or a dict of its fields saved by torch"
         ) from error
     fields = saved if isinstance(saved, dict) else vars(saved)
     return SimpleNamespace(**{name: fields.get(name) for name in _PARAMS_FIELDS}, qkv_format=fields.get("qkv_format"))

@@ -113,7 +113,7 @@ def _outcome(probe: Probe, padding: str, device: torch.device | None) -> Outcome
     if probe.package is not None and not _installed(probe.package):
         return Outcome(probe, padding, "skipped", f"{probe.package} is not installed")
     if device is None:
-        return Outcome(probe, padding, "skipped", "no GPU here")
+        return Outcome(probe, padding, "skipped", "no GPU here, or canaries are off")
     batch = Batch.drawn(probe.dim, PADDINGS[padding], device)
     leaves = [tensor.requires_grad_() for tensor in (batch.q, batch.k, batch.v)]
     try:

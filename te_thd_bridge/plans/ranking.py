@@ -222,6 +222,8 @@ def _backend_leads(graph: Any) -> bool:
 
     family = manifest.family_for(graph)
     propose, analyze = manifest.resolve_heuristics(family), manifest.resolve_analyzer(family)
+    if propose is None:
+        return False
     proposals = propose("A", analyze(graph), family.offered_ids())
     return not proposals or proposals[0] == getattr(heuristics, "BACKEND", None)
 

@@ -48,7 +48,12 @@ def test_every_row_of_the_installed_frontend_has_a_verdict_under_its_own_id():
     from cudnn.engines import manifest
 
     known = {(row.row, row.engine_id, row.default_on) for row in rows() if row.release == cudnn.__version__}
-    offered = {(name, family.engine_id + slot.slot, not slot.opt_in) for family in manifest.MANIFEST if "sdpa" in family.name for name, slot in family.slots.items()}
+    offered = {
+        (name, family.engine_id + slot.slot, not slot.opt_in)
+        for family in manifest.MANIFEST
+        if "sdpa" in family.name
+        for name, slot in family.slots.items()
+    }
     assert offered == known
 
 
@@ -163,7 +168,27 @@ def test_lookups_refuse_a_direction_that_does_not_exist():
 
 def test_facts_come_from_a_spec():
     spec = AttentionSpec(
-        torch.device("cpu"), torch.float16, 8, 2, 192, 128, 4, 64, 64, 256, 256, 256, Band(5, 0, True), 0.1, True, 0.0, True, True, False, (), (("q", 8),)
+        torch.device("cpu"),
+        torch.float16,
+        8,
+        2,
+        192,
+        128,
+        4,
+        64,
+        64,
+        256,
+        256,
+        256,
+        Band(5, 0, True),
+        0.1,
+        True,
+        0.0,
+        True,
+        True,
+        False,
+        (),
+        (("q", 8),),
     )
     of = AttentionFacts.of(spec, 90, 91900)
     assert (of.cc, of.dtype, of.dim_qk, of.dim_v, of.heads_q, of.heads_kv, of.max_q, of.cudnn) == (90, "fp16", 192, 128, 8, 2, 64, 91900)
