@@ -256,6 +256,8 @@ class ThdLayout:
         cu_q, cu_kv, padded_q, padded_kv, max_q, max_kv = read
         if cu_q is None:
             raise ValueError("params.cu_seqlens_q: got None; accepted is an int32 or int64 tensor [B+1]")
+        if padded_kv is None:
+            padded_kv = padded_q
         layout = cls.from_cu_seqlens(
             cu_q,
             cu_kv,
