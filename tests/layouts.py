@@ -123,8 +123,11 @@ def relative(got, wanted) -> float:
 
 
 @st.composite
-def packed(draw, max_batch=6, lengths=(0, 0, 1, 2, 5, 9, 17), cross=None, own=PORTS):
-    """Any batch a caller may bind: zero lengths, gaps, leading rows, tails, dummy slots, per-port offsets in any order."""
+def packed(draw, max_batch=6, lengths=(0, 0, 1, 2, 5, 9, 17), cross=None, own=True, ports=("k", "v", "o", "stats")):
+    """Any batch a caller may bind: zero lengths, gaps, leading rows, tails, dummy slots, per-port offsets in any order.
+
+    own: some of ``ports`` get an offset of their own.
+    """
     batch = draw(st.integers(0, max_batch))
     some = st.lists(st.sampled_from(lengths), min_size=batch, max_size=batch)
     gaps = st.lists(st.sampled_from([0, 0, 1, 4, 11]), min_size=batch, max_size=batch)
@@ -132,15 +135,15 @@ def packed(draw, max_batch=6, lengths=(0, 0, 1, 2, 5, 9, 17), cross=None, own=PO
     n, gap = draw(some) + [0] * dummies, draw(gaps) + [0] * dummies
     crossed = draw(st.booleans()) if cross is None else cross
     m, gap_kv = (draw(some) + [0] * dummies, draw(gaps) + [0] * dummies) if crossed else (None, None)
-    ports = {}
-    for port in draw(st.lists(st.sampled_from(own), unique=True, max_size=4)) if own else []:
+    offsets = {}
+    for port in draw(st.lists(st.sampled_from(ports), unique=True, max_size=4)) if own else []:
         sizes = n if port in QUERY_PORTS else (m or n)
         order, at, starts = draw(st.permutations(range(len(sizes)))), draw(st.integers(0, 3)), [0] * len(sizes)
         for i in order:
             starts[i] = at
             at += sizes[i] + draw(st.sampled_from([0, 1, 3]))
         unit, multiplier = draw(st.sampled_from([("token", 1), ("element", 1), ("element", 8), ("byte", 1), ("byte", 4)]))
-        ports[port] = (starts, at, unit, multiplier, draw(st.booleans()))
+        offsets[port] = (starts, at, unit, multiplier, draw(st.booleans()))
     return Packed(
         n,
         gap,
@@ -150,5 +153,5 @@ def packed(draw, max_batch=6, lengths=(0, 0, 1, 2, 5, 9, 17), cross=None, own=PO
         tail_kv=draw(st.sampled_from([0, 5])) if crossed else None,
         lead=draw(st.sampled_from([0, 2])),
         dtype=draw(st.sampled_from([torch.int32, torch.int64])),
-        own=ports,
+        own=offsets,
     )

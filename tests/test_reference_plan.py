@@ -99,7 +99,7 @@ class Run:
 
 @settings(max_examples=60)
 @given(
-    packed(),
+    packed(ports=PORTS),
     st.sampled_from(list(BANDS)),
     st.sampled_from([(-1, -1), (3, -1), (-1, 2), (0, 0), (4, 2)]),
     st.booleans(),
@@ -112,7 +112,7 @@ def test_any_layout_is_exact_in_fp64_whatever_padding_holds(batch, mask, window,
 
 
 @settings(max_examples=15)
-@given(packed(lengths=(0, 1, 40, 129)), st.sampled_from(list(BANDS)))
+@given(packed(lengths=(0, 1, 40, 129), ports=PORTS), st.sampled_from(list(BANDS)))
 def test_fp32_inputs_are_computed_in_fp32(batch, mask):
     Run(batch, mask=mask, dtype=torch.float32, sink=sinks(4, torch.float32)).assert_right(2e-6)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from te_thd_bridge import RaggedOffset, ThdLayout, debug_checks, plan_report, thd_attention
 from te_thd_bridge.execution import Options, _calls, find_call
+from te_thd_bridge.layout import PORTS
 from te_thd_bridge.plans.select import plan_cache
 
 from .layouts import BANDS, NAN, Packed, itemsizes, packed, prefix, relative, row_strides, sinks
@@ -49,7 +50,7 @@ def assert_right(batch, got, true, tolerance):
 
 @settings(max_examples=60)
 @given(
-    packed(),
+    packed(ports=PORTS),
     st.sampled_from(list(BANDS)),
     st.sampled_from([(-1, -1), (3, -1), (0, 0), (4, 2)]),
     st.booleans(),
