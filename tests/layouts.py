@@ -6,10 +6,12 @@ import torch
 from hypothesis import strategies as st
 
 from te_thd_bridge import RaggedOffset, ThdLayout
+from te_thd_bridge.layout import PORTS, QUERY_PORTS
 
 from .oracle import Batch, Truth, truth
 
 NAN = float("nan")
+GRADIENTS = {"do": "o", "dq": "q", "dk": "k", "dv": "v"}
 BANDS = {"padding": (-1, False), "padding_causal": (0, False), "padding_causal_bottom_right": (0, True)}
 
 
@@ -40,16 +42,15 @@ class Packed:
         self.padded_q = prefix([a + b for a, b in zip(self.n, self.gaps)], self.lead)
         self.padded_kv = prefix([a + b for a, b in zip(self.m, self.gaps_kv)], self.lead)
         self.rows = {"q": self.padded_q[-1] + self.tail, "k": self.padded_kv[-1] + self.tail_kv}
-        self.starts = {port: self.padded_q[:-1] for port in ("q", "o", "stats")}
-        self.starts |= {port: self.padded_kv[:-1] for port in ("k", "v")}
-        self.rows |= {"o": self.rows["q"], "stats": self.rows["q"], "v": self.rows["k"]}
-        for port, (starts, rows, *_) in self.own.items():
-            self.starts[port], self.rows[port] = starts, rows
-        rows_kv = max(self.rows["k"], self.rows["v"])
-        rows_q = max(self.rows["q"], self.rows["stats"])  # lse has q's rows
-        self.rows |= {"k": rows_kv, "v": rows_kv, "q": rows_q, "stats": rows_q}
-        if "o" not in self.own:
-            self.rows["o"] = rows_q
+        self.starts = {port: (self.padded_q if port in QUERY_PORTS else self.padded_kv)[:-1] for port in PORTS if port not in GRADIENTS}
+        self.starts |= {port: starts for port, (starts, *_) in self.own.items()}
+        self.starts |= {gradient: self.starts[port] for gradient, port in GRADIENTS.items() if gradient not in self.own}
+        reach = {port: rows for port, (_, rows, *_) in self.own.items()}
+        # lse has q's rows, v those of k, and a gradient those of its tensor.
+        rows_q = max([self.rows["q"], *(reach.get(port, 0) for port in ("q", "stats", "dq"))])
+        rows_kv = max([self.rows["k"], *(reach.get(port, 0) for port in ("k", "v", "dk", "dv"))])
+        rows_o = max(reach.get("o", rows_q), reach.get("do", 0))
+        self.rows = dict.fromkeys(("q", "stats", "dq"), rows_q) | dict.fromkeys(("k", "v", "dk", "dv"), rows_kv) | dict.fromkeys(("o", "do"), rows_o)
 
     def tensor(self, values, device):
         return torch.tensor(values, dtype=self.dtype, device=device)
@@ -77,7 +78,7 @@ class Packed:
         )
 
     def real(self, port) -> list[int]:
-        lengths = self.n if port in ("q", "o", "stats") else self.m
+        lengths = self.n if port in QUERY_PORTS else self.m
         return [row for start, length in zip(self.starts[port], lengths) for row in range(start, start + length)]
 
     def padding(self, port) -> list[int]:
@@ -100,6 +101,21 @@ class Packed:
         return truth(q, k, v, batch, do)
 
 
+def row_strides(heads: int, heads_kv: int, dim: int, dim_v: int) -> dict[str, int]:
+    """Elements from row to row of contiguous tensors, by port."""
+    strides = {"q": heads * dim, "k": heads_kv * dim, "v": heads_kv * dim_v, "o": heads * dim_v, "stats": heads}
+    return strides | {gradient: strides[port] for gradient, port in GRADIENTS.items()}
+
+
+def itemsizes(dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of one element, by port."""
+    return dict.fromkeys(PORTS, dtype.itemsize) | {"stats": max(4, dtype.itemsize)}
+
+
+def sinks(heads: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
+    return torch.randn(heads, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
 def relative(got, wanted) -> float:
     """Relative error in the Euclidean norm; NaN where got holds one."""
     scale = torch.linalg.vector_norm(wanted)
@@ -107,8 +123,11 @@ def relative(got, wanted) -> float:
 
 
 @st.composite
-def packed(draw, max_batch=6, lengths=(0, 0, 1, 2, 5, 9, 17), cross=None, own=True):
-    """Any batch a caller may bind: zero lengths, gaps, leading rows, tails, dummy slots, per-port offsets in any order."""
+def packed(draw, max_batch=6, lengths=(0, 0, 1, 2, 5, 9, 17), cross=None, own=True, ports=("k", "v", "o", "stats")):
+    """Any batch a caller may bind: zero lengths, gaps, leading rows, tails, dummy slots, per-port offsets in any order.
+
+    own: some of ``ports`` get an offset of their own.
+    """
     batch = draw(st.integers(0, max_batch))
     some = st.lists(st.sampled_from(lengths), min_size=batch, max_size=batch)
     gaps = st.lists(st.sampled_from([0, 0, 1, 4, 11]), min_size=batch, max_size=batch)
@@ -116,16 +135,15 @@ def packed(draw, max_batch=6, lengths=(0, 0, 1, 2, 5, 9, 17), cross=None, own=Tr
     n, gap = draw(some) + [0] * dummies, draw(gaps) + [0] * dummies
     crossed = draw(st.booleans()) if cross is None else cross
     m, gap_kv = (draw(some) + [0] * dummies, draw(gaps) + [0] * dummies) if crossed else (None, None)
-    ports = {}
-    if own:
-        for port in draw(st.sets(st.sampled_from(["k", "v", "o", "stats"]), max_size=2)):
-            sizes = n if port in ("o", "stats") else (m or n)
-            order, at, starts = draw(st.permutations(range(len(sizes)))), draw(st.integers(0, 3)), [0] * len(sizes)
-            for i in order:
-                starts[i] = at
-                at += sizes[i] + draw(st.sampled_from([0, 1, 3]))
-            unit, multiplier = draw(st.sampled_from([("token", 1), ("element", 1), ("element", 8), ("byte", 1), ("byte", 4)]))
-            ports[port] = (starts, at, unit, multiplier, draw(st.booleans()))
+    offsets = {}
+    for port in draw(st.lists(st.sampled_from(ports), unique=True, max_size=4)) if own else []:
+        sizes = n if port in QUERY_PORTS else (m or n)
+        order, at, starts = draw(st.permutations(range(len(sizes)))), draw(st.integers(0, 3)), [0] * len(sizes)
+        for i in order:
+            starts[i] = at
+            at += sizes[i] + draw(st.sampled_from([0, 1, 3]))
+        unit, multiplier = draw(st.sampled_from([("token", 1), ("element", 1), ("element", 8), ("byte", 1), ("byte", 4)]))
+        offsets[port] = (starts, at, unit, multiplier, draw(st.booleans()))
     return Packed(
         n,
         gap,
@@ -135,5 +153,5 @@ def packed(draw, max_batch=6, lengths=(0, 0, 1, 2, 5, 9, 17), cross=None, own=Tr
         tail_kv=draw(st.sampled_from([0, 5])) if crossed else None,
         lead=draw(st.sampled_from([0, 2])),
         dtype=draw(st.sampled_from([torch.int32, torch.int64])),
-        own=ports,
+        own=offsets,
     )

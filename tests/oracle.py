@@ -21,7 +21,7 @@ class Truth:
 
 @dataclass
 class Batch:
-    """Lengths and first rows as lists.  starts: one list for each of q, k, v, o, stats; rows: T of q, k/v and o."""
+    """Lengths and first rows as lists.  starts: one list for each of the nine ports; rows: T of o.  of: the sequences to look at."""
 
     n: list[int]
     m: list[int]
@@ -53,7 +53,7 @@ def truth(q, k, v, batch: Batch, do=None) -> Truth:
         n, m = batch.n[i], batch.m[i]
         if n == 0 or m == 0:
             continue
-        sq, sk, sv, so, sl = (batch.starts[port][i] for port in ("q", "k", "v", "o", "stats"))
+        sq, sk, sv, so, sl, sdo, sdq, sdk, sdv = (batch.starts[port][i] for port in ("q", "k", "v", "o", "stats", "do", "dq", "dk", "dv"))
         row, key = torch.arange(n, device=device), torch.arange(m, device=device)
         distance = key[None, :] - row[:, None] - (m - n if batch.bottom_right else 0)
         seen = torch.ones(n, m, dtype=torch.bool, device=device)
@@ -80,10 +80,10 @@ def truth(q, k, v, batch: Batch, do=None) -> Truth:
             result.lse[sl + rows, h] = everything.detach().logsumexp(1)
             result.max_logit[h] = max(result.max_logit[h], logits.detach().max())
             if do is not None:
-                out.backward(do[so + rows, h].double())
-                result.dq[sq : sq + n, h] = x.grad
-                result.dk[sk : sk + m, h // group] += y.grad
-                result.dv[sv : sv + m, h // group] += z.grad
+                out.backward(do[sdo + rows, h].double())
+                result.dq[sdq : sdq + n, h] = x.grad
+                result.dk[sdk : sdk + m, h // group] += y.grad
+                result.dv[sdv : sdv + m, h // group] += z.grad
                 if sink is not None:
                     result.d_sink[h] += sink.grad
     return result

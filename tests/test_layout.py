@@ -4,6 +4,7 @@ import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,10 +115,65 @@ def test_bad_offsets_are_refused_by_name(arguments, error, words):
 
 @pytest.mark.parametrize(
     "unit, multiplier, stride_bytes, itemsize, fraction",
-    [("token", 1, 512, 2, (1, 1)), ("token", 16, 512, 2, (16, 1)), ("element", 1, 512, 2, (1, 256)), ("element", 8, 512, 2, (1, 32)), ("byte", 4, 512, 2, (1, 128))],
+    [
+        ("token", 1, 512, 2, (1, 1)),
+        ("token", 16, 512, 2, (16, 1)),
+        ("token", 3, 0, 2, (3, 1)),  # a token offset needs no stride
+        ("element", 1, 512, 2, (1, 256)),
+        ("element", 8, 512, 2, (1, 32)),
+        ("element", 256, 512, 2, (1, 1)),
+        ("byte", 4, 512, 2, (1, 128)),
+        ("byte", 512, 512, 2, (1, 1)),
+    ],
 )
 def test_units_and_multipliers_become_rows(unit, multiplier, stride_bytes, itemsize, fraction):
     assert RaggedOffset(CU, unit, multiplier).tokens_as_fraction(stride_bytes, itemsize, "k") == fraction
+
+
+@pytest.mark.parametrize(
+    "unit, multiplier, stride_bytes, words",
+    [
+        ("element", 3, 512, ["offsets['v'].multiplier", "3 elements", "256 elements", "divisors"]),
+        ("byte", 1024, 512, ["offsets['v'].multiplier", "1024 bytes", "512 bytes", "divisors"]),
+        ("element", 1, 0, ["offsets['v']", "element", "row stride of 0", "token offsets"]),
+    ],
+)
+def test_offsets_that_do_not_fit_the_rows_are_refused_by_name(unit, multiplier, stride_bytes, words):
+    with pytest.raises(ValueError) as caught:
+        RaggedOffset(CU, unit, multiplier).tokens_as_fraction(stride_bytes, 2, "v")
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_description_is_frozen():
+    with pytest.raises(AttributeError):
+        RaggedOffset(CU).multiplier = 2
+
+
+def test_ports_that_share_an_offset_are_told_apart_by_object_not_by_value():
+    shared = RaggedOffset(PADDED)
+    layout = ThdLayout.from_cu_seqlens(CU, cu_seqlens_q_padded=PADDED, max_seqlen_q=4, offsets={"k": shared, "v": shared, "o": RaggedOffset(PADDED)})
+    place = dict(zip(PORTS, layout.offset_of_port))
+    assert place["k"] == place["v"] == place["dk"] and place["o"] == place["do"] and len({place["q"], place["k"], place["o"]}) == 3
+    assert layout.distinct_offsets[place["k"]] is shared
+
+
+def test_offsets_of_b_and_of_b_plus_one_entries_are_accepted():
+    layout = ThdLayout.from_cu_seqlens(CU, max_seqlen_q=4, offsets={"k": RaggedOffset(i32(9, 5, 0)), "v": RaggedOffset(torch.tensor([0, 3, 5, 9]))})
+    assert layout.offsets["dk"].values.tolist() == [9, 5, 0] and layout.offsets["dv"].values.dtype == torch.int64
+
+
+def test_a_batch_of_no_sequences_is_a_layout():
+    layout = ThdLayout.from_cu_seqlens(i32(0), max_seqlen_q=0)
+    assert layout.batch == 0 and "B=0" in repr(layout)
+
+
+def test_nothing_of_a_layout_is_read_on_the_host():
+    # Meta tensors have no values: whatever reads one raises.
+    cu, kv, padded = CU.to("meta"), CU.to("meta"), PADDED.to("meta")
+    own = {"o": RaggedOffset(padded)}
+    layout = ThdLayout.from_cu_seqlens(cu, kv, cu_seqlens_q_padded=padded, max_seqlen_q=4, max_seqlen_kv=4, offsets=own)
+    assert layout.device.type == "meta" and layout.batch == 3 and repr(layout)
 
 
 @dataclass
@@ -148,6 +204,40 @@ def test_packed_seq_params_of_another_format_are_refused():
         ThdLayout.from_packed_seq_params(3)
     with pytest.raises(ValueError, match="params.cu_seqlens_q: got None"):
         ThdLayout.from_packed_seq_params(Params(max_seqlen_q=4))
+
+
+def test_key_attributes_that_are_missing_follow_the_query_side():
+    layout = ThdLayout.from_packed_seq_params(SimpleNamespace(cu_seqlens_q=CU, cu_seqlens_q_padded=PADDED, max_seqlen_q=4))
+    assert layout.offsets["k"].values is PADDED and layout.same_lengths and layout.max_seqlen_kv == 4
+
+
+@pytest.mark.xfail(strict=True, reason="with cu_seqlens_kv set, a padded kv prefix of None lays the keys end to end instead")
+def test_a_padded_key_prefix_of_none_follows_the_query_side():
+    layout = ThdLayout.from_packed_seq_params(Params(cu_seqlens_q=CU, cu_seqlens_kv=CU, cu_seqlens_q_padded=PADDED, max_seqlen_q=4, max_seqlen_kv=4))
+    assert layout.offsets["k"].values is PADDED
+
+
+@pytest.mark.parametrize("flag", [None, False, True])
+def test_pad_between_seqs_is_not_consulted(flag):
+    # Its False is wrong for padding after the last sequence alone, TransformerEngine issue 3331.
+    params = Params(cu_seqlens_q=CU, cu_seqlens_kv=CU, cu_seqlens_q_padded=PADDED, cu_seqlens_kv_padded=PADDED, max_seqlen_q=4)
+    params.pad_between_seqs = flag
+    assert all(ThdLayout.from_packed_seq_params(params).offsets[port].values is PADDED for port in PORTS)
+
+
+def test_parameters_that_take_no_attribute_still_give_a_layout():
+    class Slotted:
+        __slots__ = ("cu_seqlens_q", "max_seqlen_q")
+
+    params = Slotted()
+    params.cu_seqlens_q, params.max_seqlen_q = CU, 4
+    assert ThdLayout.from_packed_seq_params(params).batch == 3
+
+
+def test_the_installed_megatrons_class_is_read():
+    PackedSeqParams = pytest.importorskip("megatron.core.packed_seq_params").PackedSeqParams
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=CU, cu_seqlens_kv=CU, max_seqlen_q=4, max_seqlen_kv=4)
+    assert ThdLayout.from_packed_seq_params(params).offsets["k"].values is CU
 
 
 @pytest.mark.parametrize("version, PackedSeqParams", list(megatron_releases()))

@@ -4,12 +4,15 @@ They run through the plan that "auto" picks: cuDNN graphs on a GPU, the referenc
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from te_thd_bridge import RaggedOffset, ThdLayout, thd_attention
+from te_thd_bridge import RaggedOffset, ThdLayout, debug_checks, thd_attention
 from te_thd_bridge.context_parallel import rank_rows
+from te_thd_bridge.plans.select import plan_cache
 
 from .layouts import NAN, Packed, prefix, relative
 
@@ -62,6 +65,10 @@ def test_pt03_padding_rows_are_zero_even_in_recycled_memory(device):
         del poison
         got, true = run(batch, device, heads=4, heads_kv=2, dim=64, fill=0.7)
         assert_right(batch, got, true)
+    # Real keys and values owe nothing to the incoming gradient of padding rows.
+    (_, *gradients), _ = run(batch, device, heads=4, heads_kv=2, dim=64, fill=0.7, fill_do=-50.0)
+    for a, b in zip(gradients, got[1:]):
+        assert relative(a, b.double()) < 1e-3
 
 
 def test_pt03_projections_get_finite_gradients_where_capacity_is_reserved(device):
@@ -73,7 +80,8 @@ def test_pt03_projections_get_finite_gradients_where_capacity_is_reserved(device
     assert torch.isfinite(x.grad).all() and torch.isfinite(weight.grad).all() and (x.grad[-2:] == 0).all() and x.grad[:-2].abs().sum() > 0
 
 
-def test_pt04_alignment_padding_on_the_last_sequence_changes_no_gradient(device):
+@pytest.mark.parametrize("pad_between_seqs", [None, True])
+def test_pt04_alignment_padding_on_the_last_sequence_changes_no_gradient(device, pad_between_seqs):
     # NVIDIA/TransformerEngine issue 2892
     lengths = [61, 33, 90]
     forms = {
@@ -90,7 +98,9 @@ def test_pt04_alignment_padding_on_the_last_sequence_changes_no_gradient(device)
         padded[:184] = x
         weight = torch.randn(12 * 128, 32, device=device, generator=torch.Generator(device).manual_seed(2)).mul_(0.2).requires_grad_()
         q, k, v = (padded.to(BF16) @ weight.to(BF16).T).view(rows, 12, 128).split([8, 2, 2], 1)
-        out = thd_attention(q, k, v, batch.layout(device))
+        cu, cu_padded = batch.tensor(prefix(batch.n), device), batch.tensor(batch.padded_q, device)
+        params = SimpleNamespace(cu_seqlens_q=cu, cu_seqlens_q_padded=cu_padded, max_seqlen_q=90, pad_between_seqs=pad_between_seqs)
+        out = thd_attention(q, k, v, ThdLayout.from_packed_seq_params(params))
         do = torch.full_like(out, 0.3)
         do[:184] = torch.randn(184, 8, 128, device=device, generator=torch.Generator(device).manual_seed(3)).to(BF16)
         out.backward(do)
@@ -123,6 +133,18 @@ def test_zl03_repeated_trailing_entries_are_sequences_of_no_length(device, dummi
     assert torch.equal(got, wanted)
     for a, b in zip(gradients, wanted_gradients):
         assert relative(a, b.double()) < 1e-3
+
+
+def test_zl03_boundaries_that_decrease_are_what_is_rejected(device):
+    q = torch.zeros(40, 4, 128, dtype=BF16, device=device)
+    for boundaries, refused in (([0, 16, 40, 40, 40], False), ([0, 16, 40, 39, 40], True)):
+        layout = ThdLayout.from_cu_seqlens(torch.tensor(boundaries, dtype=torch.int32, device=device), max_seqlen_q=40)
+        with debug_checks():
+            if not refused:
+                thd_attention(q, q, q, layout)
+                continue
+            with pytest.raises(ValueError, match="cu_seqlens_q: entry 3 is 39 after 40; accepted are entries that never decrease"):
+                thd_attention(q, q, q, layout)
 
 
 def test_st02_the_lse_is_token_major_natural_and_feeds_a_nonzero_backward(device):
@@ -232,6 +254,50 @@ def test_sk01_a_learnable_sink_takes_its_share_and_gets_its_gradient(device):
     assert torch.allclose(gradient, torch.tensor(-126.0328, device=device), rtol=6e-3)
 
 
+def test_sk01_a_sink_is_right_on_random_data_too(device):
+    batch = Packed([300, 0, 117], [20, 3, 11], tail=6)
+    q, k, v = (x.requires_grad_() for x in batch.qkv(4, 2, 64, 64, BF16, device))
+    do = batch.random("do", 4, 64, BF16, device, seed=3)
+    sink = torch.tensor([-1.0, 0.5, 2.0, 4.0], device=device, requires_grad=True)
+    out = thd_attention(q, k, v, batch.layout(device), mask="padding", softmax_offset=sink)
+    *gradients, d_sink = torch.autograd.grad(out, (q, k, v, sink), do)
+    true = batch.truth(q, k, v, mask="padding", sink=sink, do=do)
+    assert_right(batch, (out, *gradients), true)
+    assert relative(d_sink, true.d_sink) < 2e-2  # a sum over all rows of bf16 outputs that cancel
+
+
+def test_cp01_a_length_that_two_chunks_a_rank_do_not_divide_keeps_every_key(device):
+    # NVIDIA/TransformerEngine issue 3331, without context parallelism
+    slots = torch.tensor([0, 704], dtype=torch.int32)
+    assert [sum(row < 698 for row in rank_rows(slots, 4, rank).tolist()) for rank in range(4)] == [170, 176, 176, 176]
+    assert [sum(row < 350 for row in rank_rows(torch.tensor([0, 352]), 2, rank).tolist()) for rank in range(2)] == [174, 176]
+    batch = Packed([698], [6])
+    got, true = run(batch, device, heads=8, heads_kv=1, dim=128, fill=0.6)
+    assert_right(batch, got, true)
+    assert (got[0][:698].abs().sum((1, 2)) > 0).all()
+    for _ in range(20 if device.type == "cuda" else 2):
+        assert torch.equal(run(batch, device, heads=8, heads_kv=1, dim=128, fill=0.6)[0][0], got[0])
+
+
+def test_cp03_an_odd_length_is_not_rounded_down(device):
+    # NVIDIA/Megatron-LM issue 1669, without context parallelism: 1.944 where 1.927 is right
+    x = torch.tensor([1.0] * 4 + [2.0] * 3 + [100.0], dtype=torch.float16, device=device)[:, None, None].expand(8, 1, 8).contiguous()
+    out = thd_attention(x, x, x, Packed([7], [1]).layout(device), mask="padding").float()
+    wanted = torch.tensor([1.92695] * 4 + [1.99536] * 3 + [0.0], device=device)[:, None, None].expand(8, 1, 8)
+    assert torch.allclose(out, wanted, atol=2e-3) and (out[7] == 0).all()
+
+
+def test_cp06_a_window_in_a_packed_batch_is_never_full_attention(device):
+    # NVIDIA/TransformerEngine pull request 2220, without context parallelism
+    batch = Packed([22, 10], [2, 2])
+    real, slots = set(batch.real("q")), torch.tensor(batch.padded_q)
+    assert [len(real & set(rank_rows(slots, 2, rank).tolist())) for rank in range(2)] == [14, 18]
+    got, true = run(batch, device, heads=4, heads_kv=2, dim=128, fill=0.8, window=(8, 0))
+    assert_right(batch, got, true)
+    full, _ = run(batch, device, heads=4, heads_kv=2, dim=128, fill=0.8)
+    assert relative(full[0], true.out) > 0.05
+
+
 @pytest.mark.parametrize("lengths, gaps", [([1024] * 4, [0] * 4), ([1000, 990, 1024, 7], [24, 34, 0, 1017])])
 def test_dr01_dropout_in_a_packed_batch_keeps_its_mean_and_repeats(device, lengths, gaps):
     # NVIDIA/TransformerEngine issue 3312; on a CPU an eighth of the length
@@ -268,11 +334,62 @@ def test_pf04_determinism_costs_a_bounded_workspace(length, gap):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))
 
 
+def test_pf01_plans_of_a_run_over_random_lengths_are_found_again(device):
+    # pytorch pull request 191576; build counts, memory and times of the full sizes are in tests/gpu
+    draw, longest = torch.Generator().manual_seed(0), 16 if device.type == "cpu" else 2048
+    plan_cache.clear()
+    kept = []
+    for _ in range(200):
+        lengths = torch.randint(1, longest + 1, (8,), generator=draw)
+        lengths = (lengths * min(1.0, 4 * longest / float(lengths.sum()))).long().clamp(min=1).tolist()
+        batch = Packed(lengths, torch.randint(0, 64, (8,), generator=draw).tolist())
+        q, k, v = (torch.zeros(batch.rows["q"], h, 128, dtype=BF16, device=device, requires_grad=True) for h in (16, 4, 4))
+        thd_attention(q, k, v, batch.layout(device)).sum().backward()
+        kept.append(len(plan_cache.report()))
+    assert 0 < kept[-1] == kept[49] <= 6
+
+
+def test_pf02_lengths_changed_in_place_are_those_of_the_next_call(device):
+    # NVIDIA/cudnn-frontend issue 552; capture and the absence of synchronisation are in tests/gpu
+    rows, cu, padded = 160, *(torch.zeros(5, dtype=torch.int32, device=device) for _ in range(2))
+    layout = ThdLayout.from_cu_seqlens(cu, cu_seqlens_q_padded=padded, max_seqlen_q=128)
+    for lengths in ([100, 28, 0, 0], [30, 60, 38, 0], [1, 1, 1, 1], [64, 64, 0, 0], [100, 28, 0, 0]):
+        slots = [-(-n // 8) * 8 for n in lengths]
+        batch = Packed(lengths, [slot - n for slot, n in zip(slots, lengths)], tail=rows - sum(slots))
+        cu.copy_(torch.tensor(prefix(lengths)))
+        padded.copy_(torch.tensor(batch.padded_q))
+        got, true = run(batch, device, heads=8, heads_kv=2, dim=128, layout=layout)
+        assert_right(batch, got, true)
+
+
+def test_pf02_a_max_seqlen_on_a_device_is_refused_before_it_is_read():
+    with pytest.raises(TypeError, match="max_seqlen_q: got a tensor on meta, and reading it would synchronise"):
+        ThdLayout.from_cu_seqlens(torch.zeros(5, dtype=torch.int32), max_seqlen_q=torch.tensor(128, device="meta"))
+
+
+def test_pf05_a_compiled_step_follows_the_lengths_without_recompiling(device):
+    # NVIDIA/TransformerEngine pull request 3472; on a CPU an eighth of the rows
+    part = 8 if device.type == "cpu" else 1
+    rows = 2048 // part
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda q, k, v, layout: thd_attention(q, k, v, layout, deterministic=True), fullgraph=True, backend=counter)
+    for longest in range(496 // part, 496 // part + 10):
+        lengths = [longest, longest // 2, 3, longest - 1]
+        batch = Packed(lengths, [2, 0, 5, 1], tail=rows - sum(lengths) - 8)
+        q, k, v = (x.requires_grad_() for x in batch.qkv(8, 2, 128, 128, BF16, device))
+        do = batch.random("do", 8, 128, BF16, device, seed=3)
+        layout = batch.layout(device)
+        got, eager = compiled(q, k, v, layout), thd_attention(q, k, v, layout, deterministic=True)
+        assert torch.equal(got, eager) and relative(got, batch.truth(q, k, v).out) < 6e-3
+        for a, b in zip(torch.autograd.grad(got, (q, k, v), do), torch.autograd.grad(eager, (q, k, v), do)):
+            assert torch.equal(a, b)
+    assert 1 <= counter.frame_count <= 2
+
+
 @pytest.mark.gpu
 def test_pf01_two_thousand_shapes_stay_within_the_plan_bound():
     # NVIDIA/TransformerEngine issue 1348
-    from te_thd_bridge.plans.select import plan_cache
-
     device, draw = torch.device("cuda", 0), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(4096, h, 64, device=device, dtype=BF16) for h in (4, 2, 2))
     memory = []
