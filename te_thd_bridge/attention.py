@@ -67,8 +67,10 @@ def thd_attention(
     if torch.compiler.is_compiling():
         out, lse, max_logit = traced_attention(q, k, v, layout, options, softmax_offset, out)
     else:
-        if not isinstance(q, Tensor) or not isinstance(layout, ThdLayout):
+        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(layout, ThdLayout)):
             check(q, k, v, layout, options)
+        if not (out is None or isinstance(out, Tensor)):
+            check(q, k, v, layout, options, out=out)
         rng_state = execution.draw_rng_state(q.device) if dropout_p else None
         if torch.is_grad_enabled() and _requires_grad(q, k, v, softmax_offset):
             out, lse, max_logit = _Attention.apply(q, k, v, softmax_offset, out, rng_state, layout, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ ALIGNMENT_BYTES = 16
 
 def band_of(mask: str, window: tuple[int, int]) -> Band:
     """The keys a mask and a window leave; a causal mask bounds the right side at the diagonal whatever the window says."""
-    if mask not in MASKS:
+    if not isinstance(mask, str) or mask not in MASKS:
         raise ValueError(f"mask: got {mask!r}; accepted are {', '.join(map(repr, MASKS))}")
     try:
-        left, right = (int(bound) for bound in window)
+        left, right = (operator.index(bound) for bound in window)
     except (TypeError, ValueError):
         raise TypeError(f"window: got {window!r}; accepted is a pair of ints (left, right)") from None
     if left < -1 or right < -1:
@@ -64,7 +65,9 @@ def check(q, k, v, layout, options, softmax_offset=None, out=None) -> None:
         raise ValueError(f"dropout_p: got {options.dropout_p!r}; accepted is a float of at least 0 and below 1")
     if options.dropout_p and options.mask.endswith("bottom_right") and q.is_cuda and options.plan != "reference":
         raise ValueError("dropout_p: cuDNN's backward has no dropout under a bottom-right causal mask; accepted there is 0")
-    if options.plan not in PLAN_NAMES and not options.plan.startswith("cudnn:"):
+    if not isinstance(options.deterministic, bool):
+        raise TypeError(f"deterministic: got {options.deterministic!r}; accepted are True and False")
+    if not isinstance(options.plan, str) or (options.plan not in PLAN_NAMES and not options.plan.startswith("cudnn:")):
         raise ValueError(f"plan: got {options.plan!r}; accepted are {', '.join(map(repr, PLAN_NAMES))} and 'cudnn:' with part of an engine's name")
     _check_softmax_offset(softmax_offset, q, options)
     _check_out(out, q, v)

@@ -216,7 +216,11 @@ def find_call(
         needs_backward,
         given_strides,
     )
-    call = _calls.get(key)
+    try:
+        call = _calls.get(key)
+    except TypeError:  # an option that can't be hashed is of no accepted type
+        check(q, k, v, layout, options, softmax_offset, out)
+        raise
     if call is None:
         call = _prepare(q, k, v, layout, options, softmax_offset, out, needs_lse or needs_backward, needs_backward, given_strides)
         if len(_calls) >= _CALLS_KEPT:

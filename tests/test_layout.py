@@ -211,7 +211,6 @@ def test_key_attributes_that_are_missing_follow_the_query_side():
     assert layout.offsets["k"].values is PADDED and layout.same_lengths and layout.max_seqlen_kv == 4
 
 
-@pytest.mark.xfail(strict=True, reason="with cu_seqlens_kv set, a padded kv prefix of None lays the keys end to end instead")
 def test_a_padded_key_prefix_of_none_follows_the_query_side():
     layout = ThdLayout.from_packed_seq_params(Params(cu_seqlens_q=CU, cu_seqlens_kv=CU, cu_seqlens_q_padded=PADDED, max_seqlen_q=4, max_seqlen_kv=4))
     assert layout.offsets["k"].values is PADDED

@@ -273,13 +273,7 @@ def test_plans_that_the_cache_lets_go_are_gone():
     assert first() is None and len(plan_report()) == plan_cache.limit
 
 
-SAME_INDEX = "calls are found again by device index, which is -1 for a CPU and for meta tensors"
 META = ThdLayout.from_cu_seqlens(torch.zeros(4, dtype=torch.int32, device="meta"), max_seqlen_q=4)
-
-
-def unchecked(*case):
-    """A case whose refusal is not written yet: it is taken, or fails with a message that names no argument."""
-    return pytest.param(*case, marks=pytest.mark.xfail(strict=True, reason="this argument's type is not checked yet"))
 
 
 class TestBadInput:
@@ -325,13 +319,14 @@ class TestBadInput:
             (dict(dropout_p=NAN), ValueError, ["dropout_p:", "nan", "below 1"]),
             (dict(dropout_p=None), ValueError, ["dropout_p:", "None", "below 1"]),
             (dict(softmax_offset=torch.zeros(2, 4, 1, 1)), ValueError, ["softmax_offset:", "(2, 4, 1, 1)", "[1, 4, 1, 1]"]),
-            unchecked(dict(k=[1]), TypeError, ["k:", "list", "tensor"]),
-            unchecked(dict(v=None), TypeError, ["v:", "NoneType", "tensor"]),
-            unchecked(dict(out=[1]), ValueError, ["out:", "list", "[T_o, 4, 8]"]),
-            unchecked(dict(plan=None), (TypeError, ValueError), ["plan:", "None", "'auto'"]),
-            unchecked(dict(mask=["padding"]), (TypeError, ValueError), ["mask:", "'padding'"]),
-            unchecked(dict(window=(1.5, 0)), TypeError, ["window:", "1.5", "pair of ints"]),
-            unchecked(dict(window=("1", "2")), TypeError, ["window:", "'1'", "pair of ints"]),
+            (dict(deterministic="x"), TypeError, ["deterministic:", "'x'", "True"]),
+            (dict(k=[1]), TypeError, ["k:", "list", "tensor"]),
+            (dict(v=None), TypeError, ["v:", "NoneType", "tensor"]),
+            (dict(out=[1]), ValueError, ["out:", "list", "[T_o, 4, 8]"]),
+            (dict(plan=None), (TypeError, ValueError), ["plan:", "None", "'auto'"]),
+            (dict(mask=["padding"]), (TypeError, ValueError), ["mask:", "'padding'"]),
+            (dict(window=(1.5, 0)), TypeError, ["window:", "1.5", "pair of ints"]),
+            (dict(window=("1", "2")), TypeError, ["window:", "'1'", "pair of ints"]),
         ],
     )
     def test_is_refused_by_name(self, change, error, words):
@@ -341,7 +336,7 @@ class TestBadInput:
         for word in words:
             assert word in str(caught.value)
 
-    @pytest.mark.parametrize("warm", [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason=SAME_INDEX))])
+    @pytest.mark.parametrize("warm", [False, True])
     @pytest.mark.parametrize("name, tells", [("q", "k"), ("k", "k"), ("v", "v"), ("out", "out"), ("softmax_offset", "softmax_offset")])
     def test_a_tensor_of_another_device_is_refused_even_after_a_call_that_was_right(self, name, tells, warm):
         _calls.clear()
